@@ -279,7 +279,7 @@ def plan_check(
     app,
     "cgplan inspect configs/decoder_cpu.yaml",
     "cgplan inspect my.yaml --json > plan.json",
-    "cgplan inspect run.json",
+    "cgplan inspect before.json after.json --html both.html",
     """cgplan inspect --vllm '{"cudagraph_mode": "FULL"}' --max-num-seqs 64""",
 )
 def inspect(request: InspectRequest, engine: VllmOptions) -> None:
@@ -301,14 +301,20 @@ def inspect(request: InspectRequest, engine: VllmOptions) -> None:
     for option, value in tables.items():
         if value and request.as_json:
             raise BadParameter(f"{option} shows a table: leave out --json")
-    if request.html and not report:
-        raise BadParameter("--html is about a saved report: give its path with it")
+    if (request.html or request.other) and not report:
+        raise BadParameter("--html and a second file are about a saved report: give its path")
     vllm = engine.read()
     if report:
-        from cgplan.reports import load_report
+        from cgplan.reports.records import Beside, load_report
 
-        check_outputs((request.html,), (report,))
-        publish(load_report(report), None, as_json=request.as_json, html=request.html)
+        other = request.other
+        check_outputs((request.html,), (report, other))
+        first = load_report(report)
+        reports = {str(report): first}
+        if other:
+            reports[str(other)] = load_report(other, first.kind)
+        found = Beside(reports=reports) if other else first
+        publish(found, None, as_json=request.as_json, html=request.html)
         return
     from cgplan.cli.inspect import inspect_config, inspect_vllm
 

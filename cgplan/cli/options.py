@@ -331,6 +331,7 @@ class InspectRequest(Given):
         metavar="REPORT",
         kind=Argument,
     )
+    other: Path | None = file_option("A second report, beside it.", kind=Argument)
     everything: bool = flag("With --config: list the defaults, too.", "--all")
     split: bool = flag(
         "With --config: build the model, and show how PIECEWISE would split it.", "--split"

@@ -25,7 +25,7 @@ from cgplan.units import format_seconds
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from cgplan.reports import Report
+    from cgplan.config.values import Record
 
 INTERNAL_EXIT_CODE = 1
 INTERRUPTED_EXIT_CODE = 130  # 128 + SIGINT, as shells count
@@ -70,7 +70,7 @@ def show(*tables: RenderableType | None) -> None:
 
 
 def publish(
-    report: Report,
+    report: Record,
     output: Path | None,
     *,
     as_json: bool,

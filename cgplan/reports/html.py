@@ -15,7 +15,7 @@ from jinja2 import StrictUndefined, Template
 
 from cgplan.config.values import TAPE
 from cgplan.modes import Key
-from cgplan.optimizer.evidence import Evidence, PaddingMap, SizeUse
+from cgplan.optimizer.evidence import Evidence, PaddingMap, ParetoPoint, SizeUse
 from cgplan.planning import Plan
 from cgplan.planning.costs import Predicted
 from cgplan.planning.plan import Emission, Lane
@@ -39,12 +39,18 @@ from cgplan.reports.plan_tables import (
 from cgplan.reports.records import (
     AuditReport,
     BenchReport,
+    Beside,
     CaptureReport,
     DoctorReport,
     Environment,
     KeyRecord,
+    OwnerKind,
+    PointerReport,
+    WatchReport,
 )
 from cgplan.reports.run_tables import (
+    STALE,
+    WATCHED,
     baselines,
     captured,
     coverage,
@@ -53,6 +59,7 @@ from cgplan.reports.run_tables import (
     floor,
     gain,
     latencies,
+    liveness,
     queued,
     ready,
     verdict,
@@ -69,8 +76,6 @@ from cgplan.version import __version__
 
 HERE = Path(__file__).parent
 FILES = ("page.html.j2", "vendor/echarts.min.js", "page.js")
-MOST_ROWS = 1000
-FEW_ROWS = 10  # need no search
 MOST_MAPS = 4
 ONE_RECTANGLE = 0.98  # share of the largest part: the map would show nothing else
 Chart = Mapping[str, Any]
@@ -99,12 +104,16 @@ class Section(NamedTuple):
 
 
 class Page(NamedTuple):
+    """``others`` stand beside it; ``file``: of its report then."""
+
     title: str
     lead: str = ""
     tiles: Sequence[Fact] = ()
     notes: Sequence[Fact] = ()
     sections: Sequence[Section] = ()
     emission: Emission | None = None
+    file: str = ""
+    others: Sequence[Page] = ()
 
 
 def chart(kind: str, caption: str, x: str, *values: str, **more: Any) -> Chart:
@@ -122,20 +131,22 @@ def html_of(page: Page, text: str) -> str:
         page_text, autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
     drawn = list[Any]()
-    for section in page.sections:
-        columns = section.table.columns
-        units = [(column.name, UNITS.get(column.format, "")) for column in columns]
-        rows: list[list[Any]] = []
-        for row in section.table.rows if section.charts else ():
-            rows.append([(column.cell if column.left else column.of)(row) for column in columns])
-        drawn.append((units, rows, section.charts))
+    pages = (page, *page.others)
+    for part in pages:
+        for section in part.sections:
+            columns = section.table.columns
+            units = [(column.name, UNITS.get(column.format, "")) for column in columns]
+            rows: list[list[Any]] = []
+            for row in section.table.rows if section.charts else ():
+                rows.append(
+                    [(column.cell if column.left else column.of)(row) for column in columns],
+                )
+            drawn.append((part.file, section.title, units, rows, section.charts))
     # the page's policy runs these scripts alone: no name in a report can run
     return shell.render(
-        page=page,
+        pages=pages,
         scripts=scripts,
         hashes=[b64encode(sha256(script.encode()).digest()).decode() for script in scripts],
-        most=MOST_ROWS,
-        few=FEW_ROWS,
         version=__version__,
         text=text,
         tape=TAPE,
@@ -155,6 +166,12 @@ def table_of(rows: Iterable[Any], formats: Mapping[str, Format]) -> Grid:
 @singledispatch
 def page_of(report: Any) -> Page:
     return Page(f"cgplan {report.kind.replace('_', ' ')}")
+
+
+@page_of.register
+def _beside(both: Beside) -> Page:
+    pages = [page_of(report)._replace(file=file) for file, report in both.reports.items()]
+    return pages[0]._replace(others=pages[1:])
 
 
 @page_of.register
@@ -268,6 +285,16 @@ def _audit(report: AuditReport) -> Page:
         ],
         labelled("note", report.notes),
         list(_of_audit(report)),
+    )
+
+
+@page_of.register
+def _watch(report: WatchReport) -> Page:
+    return Page(
+        f"Watch of {counted(len(report.graphs), 'graph')}",
+        _lead(liveness(report), report.environment),
+        notes=labelled("note", report.notes),
+        sections=list(_of_watch(report)),
     )
 
 
@@ -483,10 +510,13 @@ def _sizes(plan: Plan) -> Section:
 def _curve(evidence: Evidence, source: str) -> Section:
     best = "the best with so many graphs"
     points = [evidence.as_point("this plan"), *evidence.ladders, *evidence.pareto]
-    name = TextColumn("plan", lambda point: getattr(point, "name", best))
+    eager = evidence.expected_us.eager
+    if eager is not None:
+        points.append(ParetoPoint(graphs=0, expected_us=eager))
+    name = TextColumn("plan", lambda row: getattr(row, "name", best if row.graphs else "eager"))
     return Section(
         "Graphs against step time",
-        "Mean step: the best plan of each number of graphs, this plan, and ladders.",
+        "Mean step: the best plan of each number of graphs, this plan, ladders, and no graph.",
         source,
         Grid(points, name, *POINT),
         [
@@ -573,6 +603,26 @@ def _of_audit(report: AuditReport) -> Iterator[Section]:
                 TextColumn("detail"),
             ),
         )
+    keys = [(_name(key.key), key.kinds) for key in report.keys]
+    yield from _pointers(report, keys, source)
+    yield _kernels(report, source)
+
+
+def _of_watch(report: WatchReport) -> Iterator[Section]:
+    source = f"Read from the graphs on {_where(report.environment)}."
+    if report.stale:
+        about = "Pointers to memory that is no longer what it was at the capture."
+        yield Section("Stale", about, source, Grid(report.stale, *STALE))
+    if report.graphs:
+        about = "Graphs in the order of their capture."
+        yield Section("Graphs", about, source, Grid(report.graphs, *WATCHED))
+        graphs = [(graph.name, graph.kinds) for graph in report.graphs]
+        yield from _pointers(report, graphs, source)
+
+
+def _pointers(
+    report: PointerReport, graphs: Iterable[tuple[str, Mapping[OwnerKind, int]]], source: str
+) -> Iterator[Section]:
     yield Section(
         "Owners",
         "Memory that the graphs point into.",
@@ -586,14 +636,14 @@ def _of_audit(report: AuditReport) -> Iterator[Section]:
             Column("keys"),
         ),
     )
-    kinds = list[Row]()
-    for key in report.keys:
-        kinds += [(_name(key.key), kind, words) for kind, words in key.kinds.items()]
+    rows = list[Row]()
+    for name, kinds in graphs:
+        rows += [(name, kind, words) for kind, words in kinds.items()]
     yield Section(
         "Pointers by kind of owner",
-        "Pointers of each key by kind of memory.",
+        "Pointers of each graph or key by kind of memory.",
         source,
-        table_of(kinds, {"key": str, "kind": str, "pointers": count}),
+        table_of(rows, {"key": str, "kind": str, "pointers": count}),
         [
             chart(
                 "bars",
@@ -605,7 +655,6 @@ def _of_audit(report: AuditReport) -> Iterator[Section]:
             )
         ],
     )
-    yield _kernels(report, source)
 
 
 def _kernels(report: AuditReport, source: str) -> Section:

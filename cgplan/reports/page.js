@@ -21,53 +21,75 @@ const COLOURS = {
   cgplan: "--c1", bare: "--c3", "free block": "--bad", "unowned block": "--bad", unmapped: "--bad",
   "this plan": "--c1", "the best with so many graphs": "--soft", padding: "--c2", "steps so far": "--c1",
 };
+const FILE = Symbol("file"); // of a row: the report that it is of, where two stand beside each other
 const coloured = (name, known = COLOURS[name?.replace("p99", "median")]) => (known ? { color: colour(known) } : {});
 const unique = (rows, column) => [...new Set(rows.map((row) => row[column]))];
 const ascending = (rows, column) => [...rows].sort((a, b) => Number(a[column]) - Number(b[column]) || 0);
 const category = (rows, column) => ({ type: "category", data: unique(rows, column).map(String) });
 const tip = (text) => ({ formatter: (item) => echarts.format.encodeHTML(text(item)) });
-const value = (chart) => ({ type: "value", axisLabel: { hideOverlap: true, formatter: UNITS[chart.unit] } });
+const value = (chart) => (
+  { type: "value", splitNumber: innerWidth < 600 ? 3 : 5, axisLabel: { hideOverlap: true, formatter: UNITS[chart.unit] } });
 
-/** A series for each column of values, or for each name in the column `by`; points are made of x and the value. */
+/** How wide a text is in a chart. */
+const pen = document.createElement("canvas").getContext("2d");
+pen.font = `12px ${getComputedStyle(document.body).fontFamily}`;
+const long = (text) => pen.measureText(text).width;
+
+/** A name without the end of its first part, where it is too long: "PIECEWISE, 5 a...: 8". */
+function shortened(name, room) {
+  const [, head, tail] = name.match(/^(.*?)(:[^:]*)?$/s);
+  let kept = head;
+  while (kept && long(`${kept}...${tail ?? ""}`) > room) kept = kept.slice(0, -1);
+  return long(name) > room ? `${kept}...${tail ?? ""}` : name;
+}
+
+/**
+ * A series for each column of values, or for each name in the column `by`, and for each file; points are made of x and the
+ * value. What a file has is dashed in all but the first.
+ */
 function series(rows, chart, type, point) {
   const parts = chart.by
     ? unique(rows, chart.by).map((name) => [name, chart.values[0], rows.filter((row) => row[chart.by] === name)])
     : chart.values.map((name) => [name, name, rows]);
-  const data = (rows, column) => rows.map((row) => point(String(row[chart.x]), row[column]));
-  return parts.map(([name, column, found]) => ({ name, type, ...coloured(name), data: data(found, column) }));
+  const data = (found, column) => found.map((row) => point(String(row[chart.x]), row[column]));
+  const files = unique(rows, FILE);
+  return parts.flatMap(([of, column, found]) => files.map((file) => ({
+    ...{ name: file ? `${of} (${file})` : of, of, file, isFirst: file === DRAWN[0][0], type, ...coloured(of) },
+    data: data(found.filter((row) => row[FILE] === file), column),
+  }))).filter((part) => part.data.length);
 }
 
 /** A point, and seven towards the next one: what is straight over sizes is bent over their logarithm. */
 function between([x, y], at, points) {
   const [until, last] = points[at + 1] ?? [x, y];
   const places = [...Array(8).keys()].map((part) => Math.round(x + (part / 8) * (until - x)));
-  return [...new Set(places)].map((place) => [place, y + ((last - y) * (place - x)) / (until - x || 1)]);
+  return [...new Set(places)].filter((place) => place === x || place < until).map((place) => [place, y + ((last - y) * (place - x)) / (until - x || 1)]);
 }
 
 const KINDS = {
   lines: (rows, chart) => {
-    const withTails = chart.values.flatMap((name) => (name.endsWith("median") ? [name, name.replace("median", "p99")] : name));
+    const tails = (name) => (!rows[0][FILE] && name.endsWith("median") ? [name, name.replace("median", "p99")] : [name]);
+    const withTails = chart.values.flatMap(tails);
     const every = series(rows, { ...chart, values: withTails }, "line", (x, y) => [x, y]);
     const most = Math.max(...every.flatMap((line) => line.data.map(([, y]) => y)));
-    const isUnder = (line, above) =>
+    const isUnder = (line, above) => line.file === above.file &&
       line.data.every(([x, y], at) => x === above.data[at]?.[0] && Math.abs(y - above.data[at][1]) < most / 100);
     const [drawn, names] = [[], {}];
     const shown = every.map((line) => {
       const above = drawn.find((other) => isUnder(line, other));
-      names[(above ?? line).name] = above ? `${names[above.name]}, ${line.name}` : line.name;
+      names[(above ?? line).name] = above ? [...names[above.name], line.of] : [line.of];
       if (above) return { ...line, symbol: "none", lineStyle: { opacity: 0 } }; // its figures stay in the tooltip
       drawn.push(line);
-      return line.name.endsWith("p99")
-        ? { ...line, symbol: "none", lineStyle: { type: "dashed", width: 1.5 } }
-        : { ...line, symbolSize: 7 };
+      if (line.name.endsWith("p99")) return { ...line, symbol: "none", lineStyle: { type: "dashed", width: 1.5 } };
+      return { ...line, symbolSize: 7, lineStyle: { type: line.isFirst ? "solid" : "dashed" } };
     });
     return {
       tooltip: { trigger: "axis" },
       legend: {
         data: drawn.map(({ name }) => ({ name, itemStyle: name.endsWith("p99") ? { opacity: 0 } : {} })),
-        formatter: (name) => names[name],
+        formatter: (name) => names[name].join(", ") + name.slice(names[name][0].length),
       },
-      xAxis: { ...category(rows, chart.x), name: chart.x, boundaryGap: false },
+      xAxis: { ...category(ascending(rows, chart.x), chart.x), name: chart.x, boundaryGap: false },
       yAxis: { ...value(chart), min: 0 },
       series: shown,
     };
@@ -106,7 +128,10 @@ const KINDS = {
     const itemStyle = { borderColor: colour("--paper"), borderWidth: 1, gapWidth: 1 };
     const levels = [{ itemStyle }, { itemStyle, upperLabel }];
     const still = { animation: false, roam: false, nodeClick: false, breadcrumb: { show: false } };
-    return { series: [{ type: "treemap", ...still, left: 0, right: 0, top: 0, bottom: 0, label, levels, itemStyle, data }] };
+    const all = [...data, ...data.flatMap(({ children }) => children ?? [])];
+    const sizes = all.map(({ children, value }) => UNITS[chart.unit](children?.reduce((sum, leaf) => sum + leaf.value, 0) ?? value));
+    const words = all.flatMap(({ name }, at) => [name, sizes[at], `${name}  ${sizes[at]}`]);
+    return { words, series: [{ type: "treemap", ...still, left: 0, right: 0, top: 0, bottom: 0, label, levels, itemStyle, data }] };
   },
   heat: (rows, chart, most = Math.max(...rows.map((row) => row[chart.values[0]])) || 1, say = UNITS[chart.unit]) => ({
     tooltip: tip(({ value: [x, y, share] }) => `${chart.by} ${y}, ${chart.x} ${x}: ${say(share)}`),
@@ -123,16 +148,27 @@ const KINDS = {
     }],
   }),
   curve: (rows, chart) => {
-    const dots = chart.by ? { symbolSize: 14 } : { type: "line", symbol: "none", areaStyle: { opacity: 0.25 } };
-    const steps = { type: "line", step: "end", symbolSize: 4 };
-    const shown = series(rows, chart, "scatter", (x, y) => [Number(x), y]);
-    for (const part of chart.by ? [] : shown) if (part.name !== chart.line) part.data = part.data.flatMap(between);
+    const [least, most] = [Math.min, Math.max].map((end) => end(...rows.map((row) => row[chart.x]).filter(Boolean)));
+    const shown = series(rows, chart, "scatter", (x, y) => [Number(x), y]).map((part) => {
+      const lineStyle = { type: part.isFirst ? "solid" : "dashed" };
+      const line = { ...part, type: "line", lineStyle };
+      if (part.of === chart.line) return { ...line, step: "end", symbolSize: 4 };
+      if (!chart.by) {
+        const areaStyle = { opacity: part.isFirst ? 0.25 : 0 };
+        return { ...line, symbol: "none", areaStyle, data: part.data.flatMap(between) };
+      }
+      const [x, y] = part.data[0];
+      const level = { symbol: "none", color: colour("--ink"), data: [[least, y], [most, y]] };
+      if (x === 0) return { ...line, ...level, lineStyle: { type: part.isFirst ? "dotted" : "dashed" } };
+      return { ...part, symbolSize: 14, symbol: part.isFirst ? "circle" : "diamond" };
+    });
+    const whole = { formatter: (at) => (Number.isInteger(at) ? at.toLocaleString("en") : "") };
     const text = ({ seriesName, value: [x, y] }) => `${seriesName}: ${x} ${chart.x}, ${UNITS[chart.unit](y)}`;
     return {
       tooltip: chart.by ? tip(text) : { trigger: "axis" },
-      ...{ legend: {}, xAxis: { type: rows.every((row) => row[chart.x] > 0) ? "log" : "value", logBase: 2, name: chart.x } },
-      yAxis: { ...value(chart), scale: true },
-      series: shown.map((part) => ({ ...part, ...(part.name === chart.line ? steps : dots) })),
+      ...{ legend: {}, xAxis: { type: "log", logBase: 2, name: chart.x, axisLabel: whole, axisPointer: { label: { precision: 0 } } } },
+      yAxis: { ...value(chart), ...(chart.by ? { type: "log", logBase: 2 } : { scale: true }) },
+      series: shown,
     };
   },
 };
@@ -145,7 +181,8 @@ function theme() {
   return {
     color: [2, 3, 5, 6, 7, 8, 4, 1].map((i) => colour(`--c${i}`)),
     textStyle: { fontFamily: getComputedStyle(document.body).fontFamily, color: ink },
-    legend: { textStyle: words, pageTextStyle: words, inactiveColor: line },
+    legend: { textStyle: words, inactiveColor: line },
+    toolbox: { iconStyle: { borderColor: soft }, emphasis: { iconStyle: { borderColor: ink } } },
     visualMap: { textStyle: words },
     tooltip: { confine: true, backgroundColor: colour("--paper"), borderColor: line, textStyle: { color: ink } },
     ...{ categoryAxis: { ...axis, axisTick: { show: false } }, valueAxis: axis, logAxis: axis },
@@ -155,33 +192,79 @@ function theme() {
 const DRAWN = JSON.parse(document.getElementById("drawn").textContent);
 const BOXES = [...document.querySelectorAll(".chart")];
 
+const ZOOMED = ["lines", "curve"];
+
 function draw(box) {
-  const [section, at] = box.dataset.chart.split(" ");
-  const [columns, rows, charts] = DRAWN[section];
-  const chart = { ...charts[at], unit: Object.fromEntries(columns)[charts[at].values[0]] };
-  const named = rows.map((row) => Object.fromEntries(row.map((cell, i) => [columns[i][0], cell])));
+  const of = box.dataset;
+  const parts = DRAWN.filter(([file, title]) => title === of.section && [file, ""].includes(of.file));
+  const [[, , columns, , charts]] = parts.filter(([, , , , drawn]) => drawn.some((one) => one.caption === of.chart));
+  const found = charts.find((one) => one.caption === of.chart);
+  const chart = { ...found, unit: Object.fromEntries(columns)[found.values[0]] };
+  const named = parts.flatMap(([file, , names, rows]) =>
+    rows.map((row) => ({ [FILE]: of.file ? "" : file, ...Object.fromEntries(row.map((cell, i) => [names[i][0], cell])) })));
   const [where, is] = chart.where ?? [];
-  const option = KINDS[chart.kind](where ? named.filter((row) => row[where] === is) : named, chart);
+  const shown = where ? named.filter((row) => row[where] === is) : named;
+  const option = KINDS[chart.kind](shown, chart);
   const say = (item) => (item == null ? "-" : UNITS[chart.unit](Array.isArray(item) ? item[item.length - 1] : item));
   option.animation = false;
   option.tooltip = { valueFormatter: say, ...option.tooltip };
-  option.grid = { left: 8, right: 20, top: option.legend ? 44 : 12, bottom: option.visualMap ? 64 : 12 };
-  if (option.legend) Object.assign(option.legend, { type: "scroll", top: 4, left: 0, itemGap: 16 });
-  if (option.legend && chart.kind !== "lines") option.legend.icon = "roundRect"; // a line may be dashed
+  const top = option.legend ? legend(option, box) : -4;
+  option.grid = { left: 8, right: 20, top: top + 20, bottom: option.visualMap ? 64 : 12 };
+  const isDashed = chart.kind === "lines" || named[0][FILE];
+  if (option.legend && !isDashed) option.legend.icon = "roundRect";
+  if (ZOOMED.includes(chart.kind) && unique(shown, chart.x).length > 12) {
+    const title = { zoom: "drag a range to zoom", back: "back" };
+    const dataZoom = { title, yAxisIndex: "none", emphasis: { iconStyle: { textPosition: "left", textAlign: "right" } } };
+    option.toolbox = { right: 0, top: 0, padding: 0, itemSize: 13, feature: { dataZoom } };
+  }
   const count = option.yAxis?.data?.length;
+  box.style.height = `${306 + Math.max(top, 14)}px`;
   if (count) {
-    box.style.height = `${Math.max(180, 90 + Math.min(20 * count, 640))}px`;
-    option.yAxis.axisLabel = { width: box.clientWidth / 3, overflow: "truncate", interval: Math.floor(count / 40) };
+    box.style.height = `${Math.max(180, 90 + Math.min(20 * count, 640)) + Math.max(top - 14, 0)}px`;
+    option.yAxis.axisLabel = { formatter: (name) => shortened(name, box.clientWidth / 3), interval: Math.floor(count / 40) };
   }
   echarts.getInstanceByDom(box)?.dispose();
   const drawn = echarts.init(box, theme(), { renderer: "svg" });
-  drawn.on("rendered", () => box.querySelectorAll("svg text").forEach(emptyIfCut));
+  if (option.words) drawn.on("rendered", () => emptyIfCut(box, option.words));
   drawn.setOption(option);
+  if (chart.kind !== "lines") return;
+  drawn.group = of.section; // lines over the same sizes: a pointer, and a zoom, are in all of them
+  echarts.connect(drawn.group);
 }
 
-/** A label of a map that has no room for its words has none; a long name of an axis keeps its beginning. */
-function emptyIfCut(label) {
-  if (label.textContent.endsWith("...") && label.getAttribute("text-anchor") !== "end") label.textContent = "";
+/** Breaks the names of a legend where they need it; how high all of them are. */
+function legend(option, box) {
+  const [side, gap, high] = [30, 12, 14]; // of a symbol with its margin, of two names, of a line
+  const room = box.clientWidth - 50 - side; // beside the buttons for the zoom
+  const broken = (text) => text.split(/(?<=[ /])/).reduce(([...lines], word) => {
+    if (long(lines.at(-1) + word) > room) lines.push("");
+    lines[lines.length - 1] += word;
+    return lines;
+  }, [""]);
+  const { data, formatter = (name) => name } = option.legend;
+  const placed = [];
+  let [whole, row, at] = [0, 0, 0];
+  for (const item of data ?? option.series.map((one) => one.name)) {
+    const lines = broken(formatter(item.name ?? item));
+    const width = Math.max(...lines.map(long));
+    if (at && at + width > room) {
+      placed.push("\n");
+      [whole, row, at] = [whole + row + gap, 0, 0];
+    }
+    placed.push(item);
+    [row, at] = [Math.max(row, high * lines.length), at + width + side + gap];
+  }
+  const shape = { top: 0, left: 0, padding: 0, itemGap: gap, textStyle: { lineHeight: high }, data: placed };
+  Object.assign(option.legend, shape, { formatter: (name) => broken(formatter(name)).join("\n") });
+  return whole + row;
+}
+
+/** A label of a map that has no room for all its words has none. */
+function emptyIfCut(box, words) {
+  const lines = [...box.querySelectorAll("svg text")];
+  const place = (line) => line.getAttribute("transform"); // of the label
+  const cut = lines.filter((line) => !words.includes(line.textContent)).map(place);
+  for (const line of lines) if (cut.includes(place(line))) line.textContent = "";
 }
 
 function search(field) {

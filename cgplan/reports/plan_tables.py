@@ -24,7 +24,7 @@ from cgplan.optimizer.evidence import (
 )
 from cgplan.planning import Plan
 from cgplan.planning.costs import Predicted
-from cgplan.planning.difference import FieldChange, Figure, PlanDifference
+from cgplan.planning.difference import FieldChange, Figure, PlanDifference, compare
 from cgplan.planning.plan import PLANNED_FOR, Lane
 from cgplan.reports.layout import (
     Bytes,
@@ -46,7 +46,7 @@ from cgplan.reports.layout import (
     titled,
     verbatim,
 )
-from cgplan.reports.records import ReplanReport, Way
+from cgplan.reports.records import Beside, ReplanReport, Way
 from cgplan.units import (
     counted,
     format_bytes,
@@ -621,6 +621,14 @@ def render_difference(
         lanes,
         both,
     )
+
+
+@render.register
+def _side_by_side(both: Beside) -> RenderableType:
+    plans = [report for report in both.reports.values() if isinstance(report, Plan)]
+    if len(plans) > 1:
+        return render_difference(compare(*plans), *both.reports)
+    return stacked(*[titled(file, render(report)) for file, report in both.reports.items()])
 
 
 def _sizes_or_dash(sizes: Sequence[int]) -> str:

@@ -537,25 +537,35 @@ class ReplanReport(ShownRecord):
 
 
 Report = AuditReport | CaptureReport | BenchReport | DoctorReport | WatchReport | Plan | PlanCheck
+
+
+class Beside(Record):
+    """Reports of one kind by file."""
+
+    reports: dict[str, Report]
+
+
 _KINDS: dict[str, type[Report]] = {
     model.model_fields["kind"].default: model for model in get_args(Report)
 }
 _REMEDY = "Give a JSON file that `cgplan ... --output` wrote."
 
 
-def load_report(path: str | Path) -> Report:
-    """A saved report or plan. Raises ReportError."""
-    return parse_report(read_text(path, ReportError, _REMEDY), path)
+def load_report(path: str | Path, kind: str | None = None) -> Report:
+    """A saved report or plan, or only one of a ``kind``. Raises ReportError."""
+    report = parse_report(read_text(path, ReportError, _REMEDY), path)
+    if kind not in (None, report.kind):
+        raise ReportError(
+            f"{path} is a {report.kind} report, not a {kind}",
+            remedy=f"Give a file that `cgplan {kind} --output` wrote.",
+        )
+    return report
 
 
 def load_plan(path: str | Path) -> Plan:
     """A saved plan. Raises ReportError."""
-    report = load_report(path)
-    if not isinstance(report, Plan):
-        raise ReportError(
-            f"{path} is a {report.kind} report, not a plan",
-            remedy="Give a file that `cgplan plan --output` wrote.",
-        )
+    report = load_report(path, "plan")
+    assert isinstance(report, Plan)
     return report
 
 

@@ -717,39 +717,42 @@ def _owners(owners: Sequence[OwnerRecord]) -> Grid:
 # --- watch ----------------------------------------------------------------------------------------
 
 
+STALE = (
+    TextColumn("memory", "name"),
+    TextColumn("what became of it", lambda found: _BECAME[found.problem]),
+    TextColumn("pointers", lambda found: f"{found.pointers} of {found.of}"),
+    TextColumn("graphs", lambda found: listed(found.graphs, 3)),
+    TextColumn("first in", lambda found: found.operator or found.kernel),
+    TextColumn("line", lambda found: found.line or ""),
+)
+WATCHED = (
+    TextColumn("graph", "name"),
+    *_READ,
+    TextColumn("captured at", "line"),
+)
+
+
 @render.register
 def _watch(report: WatchReport) -> RenderableType:
-    words = f"{_words(report.graphs):,}"
-    captured = counted(len(report.graphs), "graph")
-    said = "No graph lives that the watch saw."
-    if report.stale:
-        stale = sum(found.pointers for found in report.stale)
-        said = f"{stale:,} of {words} pointers of {captured} are stale."
-    elif report.graphs:
-        others = " other" * bool(report.left_out)
-        said = f"All{others} pointers are live: {words} in {captured}."
     return stacked(
-        facts("Watch", _looked_at(report, report.graphs), said),
-        figures(
-            "Stale",
-            report.stale,
-            TextColumn("memory", "name"),
-            TextColumn("what became of it", lambda found: _BECAME[found.problem]),
-            TextColumn("pointers", lambda found: f"{found.pointers} of {found.of}"),
-            TextColumn("graphs", lambda found: listed(found.graphs, 3)),
-            TextColumn("first in", lambda found: found.operator or found.kernel),
-            TextColumn("line", lambda found: found.line or ""),
-        ),
-        figures(
-            "Graphs",
-            report.graphs,
-            TextColumn("graph", "name"),
-            *_READ,
-            TextColumn("captured at", "line"),
-        ),
+        facts("Watch", _looked_at(report, report.graphs), liveness(report)),
+        figures("Stale", report.stale, *STALE),
+        figures("Graphs", report.graphs, *WATCHED),
         titled("Owners", _owners(report.owners)) if report.graphs else None,
         environment(report.environment),
     )
+
+
+def liveness(report: WatchReport) -> str:
+    words = f"{_words(report.graphs):,}"
+    captured = counted(len(report.graphs), "graph")
+    if report.stale:
+        stale = sum(found.pointers for found in report.stale)
+        return f"{stale:,} of {words} pointers of {captured} are stale."
+    if not report.graphs:
+        return "No graph lives that the watch saw."
+    others = " other" * bool(report.left_out)
+    return f"All{others} pointers are live: {words} in {captured}."
 
 
 def _words(pointed: Sequence[Any]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from saved import golden_report
 from cgplan.planning.engines import with_emission
 from cgplan.reports import load_report, render_text
 from cgplan.reports.html import html_of, page_of
+from cgplan.reports.records import Beside
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs the extra `browser`")
 axe = pytest.importorskip(
@@ -24,8 +26,16 @@ REPORTS = {
     "capture": golden_report("capture_ranks"),
     "plan": with_emission(golden_report("plan_traffic"), "vllm"),
     "check": golden_report("bench_empty"),
+    "gpu": golden_report("capture_gpu"),
+    "against": golden_report("bench_against"),
     "audit": audit_report().model_copy(update={"owners": 4 * audit_report().owners}),
 }
+REPORTS["two benches"] = Beside(
+    reports={"before.json": REPORTS["bench"], "after.json": golden_report("bench_gpu")}
+)
+REPORTS["two plans"] = Beside(
+    reports={"before.json": REPORTS["plan"], "after.json": golden_report("plan_bounded")}
+)
 
 
 @pytest.fixture
@@ -55,7 +65,8 @@ def test_charts_are_drawn_and_everybody_can_read_them(shown: Any, name: str, sch
     page.emulate_media(color_scheme=scheme)
     marks = "boxes => boxes.map(box => box.querySelectorAll('svg path, svg text').length)"
     drawn = page.eval_on_selector_all(".chart", marks)
-    assert len(drawn) == sum(len(section.charts) for section in page_of(REPORTS[name]).sections)
+    if not isinstance(REPORTS[name], Beside):
+        assert len(drawn) == sum(len(section.charts) for section in page_of(REPORTS[name]).sections)
     assert all(count > 3 for count in drawn)
     page.eval_on_selector_all("details", "parts => parts.forEach(part => { part.open = true })")
     found = axe.Axe().run(page)
@@ -71,11 +82,13 @@ def test_options_are_copied_or_selected(shown: Any) -> None:
     assert page.evaluate("getSelection().toString()").startswith("--compilation-config '{")
 
 
-def test_a_narrow_window_is_not_scrolled_sideways(shown: Any) -> None:
-    page = shown("bench")
+@pytest.mark.parametrize("name", REPORTS)
+def test_a_narrow_window_is_not_scrolled_sideways(shown: Any, name: str) -> None:
+    page = shown(name)
     page.set_viewport_size({"width": 400, "height": 800})
     assert page.evaluate("document.documentElement.scrollWidth") == 400
-    assert page.locator(".chart svg").first.bounding_box()["width"] < 400, "charts are drawn again"
+    for chart in page.locator(".chart svg").all():
+        assert chart.bounding_box()["width"] < 400, "charts are drawn again"
 
 
 WORDS_IN_TWO_LINES = """() => {
@@ -94,7 +107,7 @@ WORDS_IN_TWO_LINES = """() => {
 
 
 @pytest.mark.parametrize("width", [400, 1400])
-@pytest.mark.parametrize("name", ["bench", "capture", "plan", "check"])
+@pytest.mark.parametrize("name", [name for name in REPORTS if name != "audit"])
 def test_no_word_is_broken(shown: Any, name: str, width: int) -> None:
     page = shown(name)
     page.set_viewport_size({"width": width, "height": 800})
@@ -106,6 +119,33 @@ def test_a_line_that_another_hides_is_named_with_it(shown: Any) -> None:
     legend = shown("bench").locator(".chart").first.locator("svg text").all_text_contents()
     assert "graph median, graph p99, replay median, replay p99" in legend
     assert {"eager median", "eager p99"} <= set(legend)
+
+
+def test_a_figure_of_two_reports_names_the_file_of_each_line(shown: Any) -> None:
+    page = shown("two plans")
+    curve = page.locator("section", has=page.get_by_role("heading", name="Graphs against step"))
+    legend = curve.locator(".chart svg text").all_text_contents()
+    for name in ("this plan", "the best with so many graphs", "eager"):
+        assert {f"{name} (before.json)", f"{name} (after.json)"} <= set(legend)
+
+
+def test_a_legend_has_all_its_names_in_a_narrow_window(shown: Any) -> None:
+    page = shown("plan")
+    page.set_viewport_size({"width": 400, "height": 800})
+    texts = page.locator(".chart").first.locator("svg text").all_text_contents()
+    assert {"this plan", "configured", "vllm", "sglang", "trtllm", "powers_of_two", "eager"} <= set(
+        texts
+    )
+
+
+def test_a_long_name_of_an_axis_keeps_its_size(shown: Any) -> None:
+    page = shown("gpu")
+    page.set_viewport_size({"width": 400, "height": 800})
+    section = page.locator("section", has=page.get_by_role("heading", name="Start-up"))
+    names = section.locator("svg text").all_text_contents()
+    keys = [name for name in names if re.search(r": \d+$", name)]
+    assert len(keys) == len(set(keys)) == len(REPORTS["gpu"].records)
+    assert [name for name in keys if re.search(r"\.\.\.: \d+$", name)]
 
 
 def test_a_list_is_searched_by_words_in_any_order(shown: Any) -> None:
@@ -151,9 +191,40 @@ def test_a_tooltip_shows_a_hostile_name_as_text(shown: Any) -> None:
     assert page.locator("img").count() == 0
 
 
+def test_charts_over_the_same_sizes_share_their_pointer(shown: Any) -> None:
+    page = shown("against")
+    section = page.locator("section", has=page.get_by_role("heading", name="Beside other ways"))
+    first, second = section.locator(".chart").all()
+    first.hover(position={"x": 200, "y": 150})
+    for chart in (first, second):
+        sync_api.expect(chart.locator("> div").nth(1)).to_contain_text("cgplan")
+
+
+def test_a_range_that_is_dragged_is_zoomed(shown: Any) -> None:
+    page = shown("bench")
+    chart = page.locator("section", has=page.get_by_role("heading", name="Padding")).locator(
+        ".chart"
+    )
+    chart.scroll_into_view_if_needed()
+    box = chart.bounding_box()
+    x, y, width = box["x"], box["y"], box["width"]
+    assert "1" in chart.locator("svg text").all_text_contents()
+    page.mouse.click(x + width - 33, y + 8)
+    page.mouse.move(x + width / 2, y + 150)
+    page.mouse.down()
+    page.mouse.move(x + width / 2 + 60, y + 150, steps=4)
+    page.mouse.move(x + width - 60, y + 150, steps=4)
+    page.mouse.up()
+    sync_api.expect(chart.locator("svg text", has_text="64")).to_be_attached()
+    assert "1" not in chart.locator("svg text").all_text_contents()
+
+
 def test_a_map_has_whole_words_or_none(shown: Any) -> None:
     page = shown("bench")
     page.set_viewport_size({"width": 400, "height": 800})
     maps = page.locator("section", has=page.get_by_role("heading", name="Memory")).locator(".chart")
     sync_api.expect(maps.first.locator("svg text").first).to_be_attached()
-    assert not [text for text in maps.locator("svg text").all_text_contents() if "..." in text]
+    texts = [text for text in maps.locator("svg text").all_text_contents() if text]
+    assert texts
+    for text in texts:
+        assert re.search(r"(: \d+|all keys|kernels and others| [KM]iB)$", text), text

@@ -6,10 +6,11 @@ import json
 import re
 from pathlib import Path
 
-from commands import good
+from commands import good, refused
 
 from cgplan.cli.inspect import origin_rows
 from cgplan.config import load_config, read_config
+from cgplan.errors import ReportError
 from cgplan.planning import Plan, build_plan
 
 
@@ -19,6 +20,33 @@ def test_inspect_shows_a_saved_report_again(home: Path) -> None:
     assert json.loads(good("inspect", "run.json", "--json").stdout) == json.loads(
         (home / "run.json").read_text()
     )
+
+
+def test_inspect_shows_two_reports_beside_each_other(home: Path) -> None:
+    for name, sizes in {"a": "[1, 2]", "b": "[1, 2, 4]"}.items():
+        setting = f"compilation.cudagraph_capture_sizes={sizes}"
+        for command in ("capture", "plan"):
+            saved = f"{command}_{name}.json"
+            good(command, "--config", "good.yaml", "--set", setting, "--output", saved)
+    captures = ("capture_a.json", "capture_b.json")
+    shown = good("inspect", *captures, "--html", "both.html").stdout
+    first, second = (good("inspect", file).stdout for file in captures)
+    assert shown == f"capture_a.json\n{first}\ncapture_b.json\n{second}"
+    page = (home / "both.html").read_text()
+    assert re.findall(r"<h3>(.*?)</h3>", page)[:2] == list(captures)
+    both = json.loads(good("inspect", *captures, "--json").stdout)
+    assert both["reports"]["capture_b.json"] == json.loads((home / "capture_b.json").read_text())
+    plans = ("plan_a.json", "plan_b.json")
+    assert good("inspect", *plans).stdout == good("plan", "diff", *plans).stdout
+
+
+def test_inspect_refuses_two_reports_of_different_kinds(home: Path) -> None:
+    good("capture", "--config", "good.yaml", "--output", "run.json")
+    good("plan", "--config", "good.yaml", "--output", "plan.json")
+    said = refused(ReportError, "inspect", "run.json", "plan.json", "--html", "both.html")
+    assert "plan.json is a plan report, not a capture" in said
+    assert "`cgplan capture --output`" in said
+    assert not (home / "both.html").exists()
 
 
 def test_inspect_prints_a_plan_that_it_reads_again(home: Path) -> None:

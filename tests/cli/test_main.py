@@ -122,6 +122,7 @@ assert "torch" not in sys.modules
         ["inspect"],
         ["inspect", "run.json", "--config", "good.yaml"],
         ["inspect", "run.json", "--set", "device=cpu"],
+        ["inspect", "good.yaml", "run.json"],
         ["inspect", "other.yaml", "--config", "good.yaml"],
         ["capture"],
         ["capture", "other.yaml", "--config", "good.yaml"],

@@ -88,14 +88,15 @@ def run(*command: str, options: tuple[str, ...] = ()) -> subprocess.CompletedPro
 
 
 def test_a_program_is_watched_to_its_end(serve: str, tmp_path: Path) -> None:
-    saved = tmp_path / "watch.json"
-    done = run(sys.executable, serve, options=("--output", str(saved)))
+    saved, page = tmp_path / "watch.json", tmp_path / "watch.html"
+    done = run(sys.executable, serve, options=("--output", str(saved), "--html", str(page)))
     assert done.returncode == 0, done.stderr
     assert "served (2, 8)" in done.stdout
     assert "All pointers are live" in done.stdout
     report = json.loads(saved.read_text())
     assert (report["kind"], len(report["graphs"]), report["stale"]) == ("watch", 2, [])
     assert "serve.py" in report["graphs"][0]["line"]
+    assert "<title>Watch of 2 graphs</title>" in page.read_text()
 
 
 def test_replaced_weights_are_told(serve: str) -> None:

@@ -17,12 +17,47 @@ from cgplan.optimizer.evidence import Evidence, PaddingMap
 from cgplan.planning.engines import with_emission
 from cgplan.reports import Report, load_report, render_text
 from cgplan.reports.html import UNITS, html_of, page_of
-from cgplan.reports.records import FloorRecord
+from cgplan.reports.records import (
+    Beside,
+    FloorRecord,
+    OwnerRecord,
+    StaleRecord,
+    WatchedRecord,
+    WatchReport,
+)
+
+
+def watch_report() -> WatchReport:
+    kinds: Any = {"graph pool": 30, "free block": 1}
+    graphs = [
+        WatchedRecord(name=f"graph {i}", line=HOSTILE, nodes=7, opaque=1, words=31, kinds=kinds)
+        for i in range(2)
+    ]
+    stale = StaleRecord(
+        problem="free block",
+        name="layers[*].weight",
+        pointers=2,
+        of=4,
+        graphs=("graph 0", "graph 1"),
+        kernel="gemm",
+        detail="freed",
+    )
+    return WatchReport(
+        environment=golden_report("capture_gpu").environment,
+        owners=(OwnerRecord(kind="graph pool", name="pool", nbytes=4096, words=60, keys=2),),
+        graphs=tuple(graphs),
+        stale=(stale,),
+        read_seconds=1.5,
+        classify_seconds=0.25,
+        unwatched=0,
+    )
+
 
 H200 = Path(__file__).parents[2] / "docs" / "pictures" / "report.json"  # 35 keys
 REPORTS = {
     **{name: golden_report(name) for name in SAVED},
     "audit": audit_report(),
+    "watch": watch_report(),
     "h200": load_report(H200),
 }
 REPORTS["floor"] = REPORTS["h200"].model_copy(
@@ -68,10 +103,11 @@ def test_every_chart_stands_over_a_table_of_its_figures(name: str) -> None:
     page, content = made(REPORTS[name]), page_of(REPORTS[name])
     drawn = json.loads(page.scripts[0])
     assert len(page.tables) == len(content.sections) == len(drawn)
-    for table, (columns, rows, charts), section in zip(
+    for table, (file, title, columns, rows, charts), section in zip(
         page.tables, drawn, content.sections, strict=True
     ):
         names = [column.name for column in section.table.columns]
+        assert (file, title) == ("", section.title)
         assert table[0] == names
         assert len(table) == 1 + len(section.table.rows)
         assert bool(charts) == bool(rows)
@@ -130,6 +166,50 @@ def test_the_page_has_the_columns_of_the_table_of_graphs(name: str) -> None:
     assert len(rows) == len(report.records)
     for row in rows:
         assert re.search(" +".join(map(re.escape, row)), text)
+
+
+def test_two_reports_of_a_kind_share_curves_and_have_their_tables_beside_each_other() -> None:
+    bench: Any = REPORTS["h200"]
+    fewer = bench.model_copy(update={"records": bench.records[1:]})
+    both = Beside(reports={"old.json": bench, f"{HOSTILE}.json": fewer})
+    page = Read(html_of(page_of(both), render_text(both)))
+    alone = page_of(bench)
+    heads = [table[0] for table in page.tables]
+    assert heads[::2] == heads[1::2] == [table[0] for table in made(bench).tables]
+    old, new = page.tables[:2]
+    assert new[1:] == old[2:]
+    drawn = [attributes for tag, attributes in page.tags if "data-chart" in attributes]
+    for section in alone.sections:
+        shared = [chart for chart in section.charts if chart["kind"] in ("lines", "curve")]
+        apart = len(section.charts) - len(shared)
+        of_section = [box["data-file"] for box in drawn if box["data-section"] == section.title]
+        assert len(of_section) == len(shared) + 2 * apart
+        assert of_section.count("") == len(shared)
+    files = [part[0] for part in json.loads(page.scripts[0])]
+    assert list(dict.fromkeys(files)) == list(both.reports)
+    assert len(page.scripts) == 3
+
+
+def test_a_section_that_one_of_two_reports_lacks_is_there_once() -> None:
+    traffic, ladder = plan_named("plan_traffic"), plan_named("plan_ladder")
+    page = page_of(Beside(reports={"ladder.json": ladder, "traffic.json": traffic}))
+    text = html_of(page, "")
+    titles = re.findall(r"<h2[^>]*>(.*?)</h2>", text)
+    assert titles[:2] == ["ladder.json", "traffic.json"]
+    assert titles.count("Padding") == titles.count("Graphs against step time") == 1
+    step = text.partition("Graphs against step time</h2>")[2].partition("</section>")[0]
+    assert re.findall(r"<h3>(.*?)</h3>", step) == ["traffic.json"]
+
+
+def test_a_curve_has_the_step_without_graphs_where_the_plan_knows_it() -> None:
+    plan = plan_named("plan_traffic")
+    eager = ["eager", "0", "1.01 ms", "-", "-"]
+    assert eager in made(plan).tables[1]
+    evidence = Evidence.model_validate(plan.evidence)
+    expected = evidence.expected_us.model_copy(update={"eager": None})
+    unknown = evidence.model_copy(update={"expected_us": expected}).model_dump()
+    names = [row[0] for row in made(plan.model_copy(update={"evidence": unknown})).tables[1]]
+    assert "eager" not in names
 
 
 def test_sizes_are_numbers_one_by_one() -> None:
@@ -193,6 +273,23 @@ def test_an_audit_without_findings_says_so_and_has_no_empty_list() -> None:
     assert "Findings" not in [section.title for section in page.sections]
 
 
+def test_a_watch_has_what_is_stale_its_graphs_and_their_owners() -> None:
+    report: Any = REPORTS["watch"]
+    page = page_of(report)
+    assert page.lead.startswith("2 of 62 pointers of 2 graphs are stale. ")
+    stale, graphs, owners, kinds = made(report).tables
+    assert stale[1][:3] == ["layers[*].weight", "freed", "2 of 4"]
+    assert [row[0] for row in graphs[1:]] == ["graph 0", "graph 1"]
+    assert owners[1][:3] == ["pool", "graph pool", "4.0 KiB"]
+    assert ["graph 1", "free block", "1"] in kinds
+    live = page_of(report.model_copy(update={"stale": ()}))
+    assert live.sections[0].title == "Graphs"
+    assert live.lead.startswith("All pointers are live: 62 in 14 nodes of 2 graphs.")
+    gone = page_of(report.model_copy(update={"stale": (), "graphs": ()}))
+    assert not gone.sections
+    assert gone.lead.startswith("No graph lives that the watch saw.")
+
+
 def test_figures_of_the_stand_in_say_so() -> None:
     report: Any = REPORTS["h200"]
     as_tape = {"environment": report.environment.model_copy(update={"backend": "cpu (tape)"})}
@@ -241,7 +338,7 @@ def test_hostile_names_are_text() -> None:
     page = made(REPORTS["audit"])
     assert len(page.scripts) == 3
     assert HOSTILE in [cell for row in page.tables[0] for cell in row]
-    assert HOSTILE in [row[1] for row in json.loads(page.scripts[0])[3][1]]
+    assert HOSTILE in [row[1] for row in json.loads(page.scripts[0])[3][3]]
     assert "<" not in page.scripts[0]
 
 
