@@ -51,8 +51,12 @@ def _watch() -> None:
         every_replay=every_replay,
     )
 
+    process = os.getpid()
+
     def tell(*, prints: bool = False) -> None:
-        file = Path(os.environ["CGPLAN_WATCH"]) / str(os.getpid())
+        if os.getpid() != process:  # a fork that has graphs of its parent alone
+            return
+        file = Path(os.environ["CGPLAN_WATCH"]) / str(process)
         try:
             report = watch.check()
             file.write_text(report.model_dump_json(), encoding="utf-8")
@@ -73,7 +77,8 @@ def _watch() -> None:
             signal.raise_signal(number)
 
     def in_fork(_: Any) -> None:
-        nonlocal watch
+        nonlocal process, watch
+        process = os.getpid()
         watch.close()  # its graphs are the parent's
         watch = watch_graphs(
             operators=True,
