@@ -1224,13 +1224,3 @@ def test_calls_without_a_batch_say_why(arguments: tuple[Any, ...], reason: str) 
     g = cgplan.graphed(lambda x: x * 2, device="cpu")
     g(*arguments)
     assert f"1 call ran eagerly: {reason}" in g.explain()
-
-
-def test_an_ignored_path_that_the_model_lacks_is_told() -> None:
-    model = torch.nn.Linear(2, 2).eval()
-    g = cgplan.graphed(model, ignore=["model.training", "model.cals"])
-    with torch.no_grad():
-        for _ in range(3):
-            g(torch.ones(1, 2))
-    assert "ignore=['model.cals'] names nothing of the model" in g.explain()
-    assert "model.training" not in g.explain()

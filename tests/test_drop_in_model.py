@@ -839,6 +839,55 @@ def test_transformers_generate_by_graphs(backend: GraphBackend) -> None:
     assert lm.generate(prompt, max_new_tokens=3).shape == (2, 12)
 
 
+def test_generate_inside_generate_leaves_the_cache_of_the_outer_call(
+    backend: GraphBackend,
+) -> None:
+    lm = decoder(backend)
+    prompt = torch.randint(2, 200, (2, 9), device=backend.device)
+    seen = list[Tensor]()
+
+    def generates(ids: Tensor, scores: Tensor) -> Tensor:
+        if ids.shape[1] == 11:
+            seen.append(lm.generate(prompt + 1, max_new_tokens=3, do_sample=False))
+        return scores
+
+    def generated() -> Tensor:
+        found: Tensor = lm.generate(
+            prompt, max_new_tokens=8, do_sample=False, logits_processor=[generates]
+        )
+        return found
+
+    wanted = generated()
+    g = cgplan.graphed_generate(lm, max_cache_len=32)
+    for _ in range(4):
+        assert torch.equal(generated(), wanted)
+    assert replays(g) > 0
+    assert all(torch.equal(inner, seen[0]) for inner in seen)
+
+
+def test_generate_under_autocast_and_inference_mode(backend: GraphBackend) -> None:
+    lm = decoder(backend)
+    prompt = torch.randint(2, 200, (2, 9), device=backend.device)
+
+    def generated() -> Tensor:
+        found: Tensor = lm.generate(prompt, max_new_tokens=6, do_sample=False)
+        return found
+
+    def under_autocast() -> Tensor:
+        with torch.autocast(backend.device.type, torch.bfloat16):
+            return generated()
+
+    wanted = generated()
+    wanted_under_autocast = under_autocast()
+    g = cgplan.graphed_generate(lm, max_cache_len=32)
+    for _ in range(4):
+        with torch.inference_mode():
+            assert torch.equal(generated(), wanted)
+        assert torch.equal(generated(), wanted)
+        assert torch.equal(under_autocast(), wanted_under_autocast)
+    assert replays(g) > 0
+
+
 def test_copies_generate_by_themselves(backend: GraphBackend) -> None:
     lm = decoder(backend)
     prompt = torch.randint(2, 200, (2, 9), device=backend.device)

@@ -29,6 +29,7 @@ from cgplan.backends.backend import (
     PoolMemory,
     captures_lock,
     foreign_pool,
+    forget_capture,
     gc_paused,
     span,
     tensor_on,
@@ -85,6 +86,7 @@ class CudaGraph:
     launches: list[Launch] = field(default_factory=list)
 
     def drop(self) -> None:
+        forget_capture(self.graph)
         self.graph.reset()
         self.pool.graphs.discard(self)
         self.captured = False

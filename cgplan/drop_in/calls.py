@@ -54,7 +54,7 @@ from cgplan.errors import (
 )
 from cgplan.graphs.ambient import AmbientState
 from cgplan.graphs.change_detector import ChangeDetector
-from cgplan.graphs.fingerprint import Fingerprint, is_ignored
+from cgplan.graphs.fingerprint import Fingerprint
 from cgplan.graphs.footprint import look
 from cgplan.graphs.pools import GraphPool
 from cgplan.graphs.put_back import PutBack, version_of
@@ -256,9 +256,6 @@ class Calls:
         self._detector = ChangeDetector(record)
         self._tensors = record.tensors
         self._tensor_ids = frozenset(map(id, record.tensors))
-        for pattern in self._settings.ignore:
-            if not any(is_ignored(path, (pattern,)) for path in record.places):
-                self.tell_once(f"ignore={[pattern]!r} names nothing of the model")
 
     def _is_shared(
         self,

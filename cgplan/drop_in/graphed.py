@@ -462,8 +462,8 @@ def graphed_generate(
     that came twice before. Calls without ``past_key_values`` get a static cache of
     ``max_cache_len`` tokens, which is kept: one for each of the last 8 numbers of rows.
 
-    Calls that need another cache (beams, assistants, ``use_cache=False``, a returned cache) are
-    the model's own, and find no graph.
+    Calls that need another cache (beams, assistants, ``use_cache=False``, a returned cache,
+    autocast, a call inside another) are the model's own, and find no graph.
 
     Args:
         options: As of ``graphed``, but ``dynamic``.
@@ -505,6 +505,7 @@ class _Generate:
         self._max_cache_len = max_cache_len
         self._caches = dict[Any, Any]()
         self._lock = threading.RLock()
+        self._is_running = False
 
     def __reduce__(self) -> Any:
         return _Generate, (self._model, self._max_cache_len)
@@ -528,6 +529,8 @@ class _Generate:
 
         prompt = inputs if inputs is not None else given.get("input_ids")
         is_other = any(map(setting, _OTHER_CACHES)) or setting("num_beams", 1) > 1
+        # a static cache has one dtype
+        is_other |= torch.is_autocast_enabled(model.device.type)
         if prompt is None or is_other or not setting("use_cache", True):
             return own(model, inputs, generation_config, *others, **given)
         length = prompt.shape[1]
@@ -542,17 +545,26 @@ class _Generate:
         given.setdefault("disable_compile", True)
         rows = len(prompt) * setting("num_return_sequences", 1)
         with self._lock:
+            if self._is_running:  # a logits processor generates: the cache is in use
+                return own(model, inputs, generation_config, *others, **given)
             given["past_key_values"] = self._cache_of(rows)
-            return own(model, inputs, generation_config, *others, **given)
+            self._is_running = True
+            try:
+                return own(model, inputs, generation_config, *others, **given)
+            finally:
+                self._is_running = False
 
     def _cache_of(self, rows: int) -> Any:
         from transformers import StaticCache
 
-        key = rows, self._model.dtype, self._model.device
-        if key not in self._caches:
+        is_inference = torch.is_inference_mode_enabled()  # its tensors are not written outside
+        key = rows, self._model.dtype, self._model.device, is_inference
+        cache = self._caches.pop(key, None)
+        if cache is None:
             if len(self._caches) >= _MOST_CACHES:
                 self._caches.pop(next(iter(self._caches)))
             made: Any = StaticCache
-            self._caches[key] = made(self._model.config, max_cache_len=self._max_cache_len)
-        self._caches[key].reset()
-        return self._caches[key]
+            cache = made(self._model.config, max_cache_len=self._max_cache_len)
+        self._caches[key] = cache  # the last one used
+        cache.reset()
+        return cache

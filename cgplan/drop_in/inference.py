@@ -6,6 +6,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from cgplan.drop_in.kinds import Kind
 from cgplan.errors import ConfigError
 
 BATCH = "batch"
+_MOST_NOTES = 16
 _NOTHING_VARIES = "nothing varies: each shape has its graph"
 _DYNAMIC = 'Pass dimensions by input: dynamic={"x": {0: "batch"}}.'
 _COMPILATION = 'Pass settings by name: compilation={"on_miss": "error"}.'
@@ -182,7 +184,8 @@ class Inference:
                     specs[name] = spec.model_copy(update={"pad": "last"})
         for name, spec in specs.items():
             kind.notes.append(f"{name}: {spec.dtype} [{', '.join(map(str, spec.shape))}]")
-        for path, value in constants_in(call.by_name(self._signature), ""):
+        constants = constants_in(call.by_name(self._signature), "")
+        for path, value in islice(constants, _MOST_NOTES):
             if value is not None:
                 kind.notes.append(f"{path} = {value!r:.40}")
         kind.is_exact = note == _NOTHING_VARIES

@@ -289,6 +289,8 @@ def replace_scale(model: Model) -> Tensor:
 def test_a_graph_of_after_the_baseline_is_told_of_what_was_stale_in_another(
     backend: GraphBackend, capture: Any
 ) -> None:
+    if capture is by_callables:
+        pytest.skip("it puts its own forward into the model")
     device = backend.device
     with torch.no_grad(), cgplan.watch() as watch:
         model = made(device)
