@@ -5,8 +5,9 @@ Note [What is put back]
     the first run alone made stays with a capture, which relies on it. Small storages are rewound
     before each run: positions must not run past a cache. Containers are not put back, so what a run
     wrote together with a change of one (a row of a table, behind a set of sizes) stays, too, unless
-    every run makes that change. What one run wrote, and a later one before the capture did not, is
-    behind a flag that no walk sees, which cannot be put back: it stays.
+    every run makes that change. Small storages that one run wrote, and a later one before the
+    capture did not, are behind a flag that no walk sees, which cannot be put back: they stay.
+    (Kernels write large ones without a trace.)
 """
 
 from __future__ import annotations
@@ -65,9 +66,10 @@ class Written:
         if self.is_small:
             before = bytes_of(self.after_run or self.copy)
             now = bytes_of(self.storage).to(before.device)
-            has_written |= not torch.equal(now, before)
+            is_changed = not torch.equal(now, before)
+            has_written |= is_changed
             self.after_run = self.storage.clone()
-            if has_written and not self.runs:
+            if is_changed and not self.runs:
                 self.after_first = self.after_run
         elif version is None:
             has_written = True
@@ -305,7 +307,7 @@ class PutBack:
         return has_run and written.runs <= self._runs_that_stay()
 
     def _is_behind_hidden_flag(self, written: Written) -> bool:
-        if len(written.runs) != 1 or written.captures:
+        if written.after_first is None or len(written.runs) != 1 or written.captures:
             return False
         number = max(written.runs)
         for known in self._paths.values():
