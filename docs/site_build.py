@@ -13,6 +13,7 @@ from typing import Any
 import griffe
 
 ROOT = Path(__file__).parents[1]
+SEVERAL = re.compile(r"^( +)([\w*]+)((?:, [\w*]+)+): (.*(?:\n\1 +.*)*)", re.MULTILINE)  # names on a line of a docstring
 NAMED = ("Report", "DType", "Tensors")  # types that are shown by their name
 
 
@@ -28,6 +29,16 @@ def on_config(config: Any) -> Any:
     return config
 
 
+def on_page_content(html: str, **_: Any) -> str:
+    """A hook of MkDocs: names in running text may break behind "_", "." and "/"."""
+    return re.sub(r"<pre.*?</pre>|<code>.*?</code>", breakable, html, flags=re.DOTALL)
+
+
+def breakable(found: re.Match[str]) -> str:
+    text = found.group()
+    return text if text.startswith("<pre") else re.sub(r"(?<=\w)([_./]+)(?=\w)(?![^<]*>)", r"\1<wbr>", text)
+
+
 class PlainSignatures(griffe.Extension):
     """An extension of griffe: types and defaults as a caller writes them, without what pydantic checks.
 
@@ -38,6 +49,10 @@ class PlainSignatures(griffe.Extension):
     def on_package(self, *, pkg: griffe.Module, loader: griffe.GriffeLoader, **_: Any) -> None:
         modules = loader.modules_collection
         for member in members_of(pkg):
+            if member.docstring is not None:
+                member.docstring.value = SEVERAL.sub(apart, member.docstring.value)
+            if isinstance(member, griffe.Class):
+                continue
             if isinstance(member, griffe.Function):
                 member.returns = plain(member.returns, modules)
                 for parameter in member.parameters:
@@ -49,15 +64,24 @@ class PlainSignatures(griffe.Extension):
             elif is_private(member.value) and not is_annotated(member.value):
                 member.value = None  # its text says what it is
         for error in pkg["errors"].classes.values():
-            error.docstring.value += f"\n\nExit code {error['exit_code'].value}."
+            error.docstring.value += f"\n\nA kind of {error.bases[0]}. Exit code {error['exit_code'].value}."
 
 
-def members_of(parent: griffe.Module | griffe.Class) -> Iterator[griffe.Attribute | griffe.Function]:
+def members_of(parent: griffe.Module | griffe.Class) -> Iterator[griffe.Attribute | griffe.Class | griffe.Function]:
     for each in parent.members.values():
-        if isinstance(each, griffe.Attribute | griffe.Function):
+        if isinstance(each, griffe.Attribute | griffe.Class | griffe.Function):
             yield each
-        elif isinstance(each, griffe.Module | griffe.Class):
+        if isinstance(each, griffe.Module | griffe.Class):
             yield from members_of(each)
+
+
+def apart(found: re.Match[str]) -> str:
+    """A line for each name, which griffe gives its type."""
+    indent, first, others, text = found.groups()
+    lines = [f"{indent}{first}: {text}"]
+    for name in others.split(", ")[1:]:
+        lines.append(f"{indent}{name}: See `{first}`.")
+    return "\n".join(lines)
 
 
 def plain(found: Any, modules: griffe.ModulesCollection) -> Any:
