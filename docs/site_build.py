@@ -13,7 +13,8 @@ from typing import Any
 import griffe
 
 ROOT = Path(__file__).parents[1]
-SEVERAL = re.compile(r"^( +)([\w*]+)((?:, [\w*]+)+): (.*(?:\n\1 +.*)*)", re.MULTILINE)  # names on a line of a docstring
+SEVERAL = re.compile(r"^( +)([a-z_*]\w*)((?:, [a-z_*]\w*)+): (.*(?:\n\1 +.*)*)", re.MULTILINE)  # names on a line
+ATTRIBUTES = re.compile(r"^Attributes:\n((?: +.*\n?|\n)+)", re.MULTILINE)
 NAMED = ("Report", "DType", "Tensors")  # types that are shown by their name
 
 
@@ -29,14 +30,21 @@ def on_config(config: Any) -> Any:
     return config
 
 
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """A hook of MkDocs: the wide tables of the model zoo, which a program writes, get the room of the contents."""
+    if page.file.src_uri == "zoo.md":
+        page.meta["hide"] = ["toc"]
+    return markdown
+
+
 def on_page_content(html: str, **_: Any) -> str:
-    """A hook of MkDocs: names in running text may break behind "_", "." and "/"."""
+    """A hook of MkDocs: names in running text may break behind "_", ".", "/" and "("."""
     return re.sub(r"<pre.*?</pre>|<code>.*?</code>", breakable, html, flags=re.DOTALL)
 
 
 def breakable(found: re.Match[str]) -> str:
     text = found.group()
-    return text if text.startswith("<pre") else re.sub(r"(?<=\w)([_./]+)(?=\w)(?![^<]*>)", r"\1<wbr>", text)
+    return text if text.startswith("<pre") else re.sub(r"(?<=[\w)])([_./(]+)(?=\w)(?![^<]*>)", r"\1<wbr>", text)
 
 
 class PlainSignatures(griffe.Extension):
@@ -52,6 +60,7 @@ class PlainSignatures(griffe.Extension):
             if member.docstring is not None:
                 member.docstring.value = SEVERAL.sub(apart, member.docstring.value)
             if isinstance(member, griffe.Class):
+                add_attributes(member)
                 continue
             if isinstance(member, griffe.Function):
                 member.returns = plain(member.returns, modules)
@@ -82,6 +91,16 @@ def apart(found: re.Match[str]) -> str:
     for name in others.split(", ")[1:]:
         lines.append(f"{indent}{name}: See `{first}`.")
     return "\n".join(lines)
+
+
+def add_attributes(member: griffe.Class) -> None:
+    """Attributes of the docstring that __init__ does not set: griffe would show the type of the one before."""
+    section = ATTRIBUTES.search(member.docstring.value) if member.docstring is not None else None
+    for name in re.findall(r"^    (\w+): ", section.group(1), re.MULTILINE) if section else ():
+        try:
+            member[name]
+        except KeyError:
+            member.set_member(name, griffe.Attribute(name))
 
 
 def plain(found: Any, modules: griffe.ModulesCollection) -> Any:

@@ -179,7 +179,7 @@ class GraphWatch:
         self.close()
 
     def close(self) -> None:
-        """Watch no further captures. Graphs of before can be checked."""
+        """Watch no further captures. Earlier graphs can be checked."""
         watches.discard(self)
         self._closing.close()
 
@@ -306,7 +306,7 @@ class GraphWatch:
         return self._backend
 
     def baseline(self) -> WatchReport:
-        """What ``changed`` leaves out."""
+        """Findings that ``changed`` leaves out."""
         report, self._known = self._check()
         return report
 
