@@ -30,6 +30,8 @@ from cgplan.config import load_config
 
 ROOT = Path(__file__).parents[1]
 PAGES = {page.stem: page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+API = {f"api/{page.stem}": page for page in sorted((ROOT / "docs" / "api").glob("*.md"))}
+PAGES |= API
 BLOCK = re.compile(
     r"^(?:<!-- ([\w-]+)(?:: (.*?))? -->\n)?^```(.*)\n((?:.*\n)*?)^```$", re.MULTILINE
 )

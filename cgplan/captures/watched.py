@@ -310,7 +310,7 @@ class GraphWatch:
         return _backend(str(_device()) if is_of_torch else "cpu")
 
     def baseline(self) -> WatchReport:
-        """What ``changed`` leaves out."""
+        """Findings that ``changed`` leaves out."""
         report, self._known = self._check()
         return report
 

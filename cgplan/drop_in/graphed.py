@@ -153,7 +153,7 @@ class Graphed:
 
     @property
     def runners(self) -> tuple[GraphRunner, ...]:
-        """Of each kind of calls, most calls first."""
+        """One for each kind, most calls first."""
         found = self._calls.runners
         return tuple(sorted(found, key=lambda runner: runner.stats.calls, reverse=True))
 
@@ -395,7 +395,7 @@ def graphed(
             ``{"x": {0: cgplan.Dim("batch", max=64), 1: "length"}}``. ``{}``: none.
             Absent: dimension 0 of the inputs that agree in it.
         pad: Values of padding by input, where it is not 0: those alone have to be harmless.
-        max_graphs: Of all kinds; the least used go.
+        max_graphs: Most graphs held; the least used go.
         device: Absent: the model's, or that of the tensors.
         compilation: More settings. ``capture_policy: eager``: the first call warms up.
         outputs: ``borrow``: valid until the next call; ``clone``: the caller's.

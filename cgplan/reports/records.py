@@ -263,7 +263,7 @@ class PointerReport(SavedReport):
 
 
 class AuditReport(PointerReport):
-    """Of a runner's graphs."""
+    """An audit of a runner's graphs."""
 
     kind: Literal["audit"] = "audit"
     keys: tuple[AuditedKey, ...]  # in capture order

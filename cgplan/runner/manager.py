@@ -170,7 +170,7 @@ class CudaGraphManager:
         return self.runner.replan(**options)
 
     def recapture(self) -> CaptureReport:
-        """Capture again, with the model's memory of now; ``stats`` stay. Raises as
+        """Capture again, with the model's current memory; ``stats`` stay. Raises as
         CaptureSession.run; then no graph is left.
         """
         if self._runner is None:

@@ -60,7 +60,7 @@ class GraphRunner:
     of the last one.
 
     Attributes:
-        stats: What calls were answered with.
+        stats: Counts how calls were answered.
         graphs, router: For other parts of cgplan; ``recapture`` replaces them.
     """
 
@@ -563,8 +563,8 @@ class GraphRunner:
             call.needs_check = call.route.mode is not CUDAGraphMode.NONE
 
     def recapture(self) -> None:
-        """Capture the plan again, failed keys too, with the model's memory of now; outputs and
-        ``input_views`` end. Raises as CaptureSession.run; then the runner is closed.
+        """Capture the plan again, failed keys too, with the model's current memory; outputs and
+        ``input_views`` expire. Raises as CaptureSession.run; then the runner is closed.
         """
         with self._held():
             if self._state != "asleep":
@@ -661,12 +661,12 @@ class GraphRunner:
         return self._captured
 
     def close(self) -> None:
-        """Free graphs, pools and static buffers; outputs end."""
+        """Free graphs, pools and static buffers; outputs expire."""
         with self._held():
             self._free()
 
     def sleep(self) -> None:
-        """Free graphs, pools and static buffers until ``wake``; outputs end, and calls in between
+        """Free graphs, pools and static buffers until ``wake``; outputs expire, and calls meanwhile
         raise CgplanError.
         """
         with self._held():
@@ -680,9 +680,9 @@ class GraphRunner:
 
     def wake(self) -> None:
         """Capture the keys that replayed since the last start or wake, or else before it, with the
-        model's memory of now, and others when a batch asks for them; with several ranks, all.
+        model's current memory, and others when a batch asks for them; with several ranks, all.
 
-        Raises, and the runner sleeps on:
+        Raises, and the runner stays asleep:
             AddressError: a parameter, or a tensor that graphs read, is gone or looks otherwise.
             CaptureError, ModelError: as CaptureSession.run.
         """

@@ -644,8 +644,8 @@ def markdown(records):
         tables.append(("Seconds until ready, and memory", "costs", names))
     beside = (
         f" {first['jobs']} models at a time ran on each device: others compiled, and "
-        "inductor chose kernels, while one was timed. Memory is that of torch's allocator alone; AUTO times its ways "
-        "in its turn, too, and its seconds have the waits."
+        "inductor chose kernels, while one was timed. Memory is only that of torch's allocator; AUTO times its ways "
+        "in turn, too, so its seconds include waits."
         if first["jobs"] > 1
         else ""
     )
@@ -656,16 +656,17 @@ def markdown(records):
         f"--report docs/zoo.md`, which wrote this page. {first['device']}, {first['backend']}, torch {first['torch']}, "
         f"rows of {', '.join(map(str, first['sizes']))}, timed at {', '.join(map(str, first['timed']))}.{beside}",
         *(
-            ["", "Shapes are those of published models, most with fewer layers, and scans over 8 tokens."]
+            ["", "Shapes are those of published models, most with fewer layers, and with scans over 8 tokens."]
             if first["scale"] == "real"
             else []
         ),
         "",
-        "`equal`: bit for bit as the model's own code, also for a batch between the sizes, on its padding. `~`: the "
-        "largest difference, within what the dtype lets expect; `WRONG`: beyond that. Where reduce-overhead is as far, "
-        "inductor's rounding is the reason: mixtures of experts choose others of near values. `part`: torch left out "
-        "some of its graphs. `eager`: AUTO captured nothing. `bare`: `torch.cuda.graph` by hand; `dynamic`: `compiler: "
-        "inductor` with one trace for all sizes. `inductor`, `bare` and `reduce-overhead` have the timed sizes alone.",
+        "`equal`: equal to the model's own code bit for bit, also for a padded batch between the sizes. `~`: the "
+        "largest difference, within the rounding of the dtype; `WRONG`: beyond it. If reduce-overhead differs as "
+        "much, the reason is inductor's rounding: a mixture of experts chooses other experts where values are nearly "
+        "equal. `part`: torch left out some of its graphs. `eager`: AUTO captured nothing. `bare`: `torch.cuda.graph` "
+        "by hand; `dynamic`: `compiler: inductor` with one trace for all sizes. `inductor`, `bare` and "
+        "`reduce-overhead` have only the timed sizes.",
         "",
         *(f"- {text}" for text in summary(records)),
     ]
@@ -706,7 +707,7 @@ def shown(records):
     ran = [record for record in records if "seconds" in record]
     first, names = ran[0], [name for name in WAYS if any(name in record["ways"] for record in ran)]
     source = f"Measured on {first['device']}, {first['backend']}, torch {first['torch']}."
-    about = "equal: bit for bit as the model's own code; ~: within what the dtype lets expect."
+    about = "equal: bit for bit as the model's own code; ~: within the rounding of the dtype."
     verdicts = [(record["name"], record["family"], *cells(record, "verdicts", names[1:])) for record in records]
     verdicts = table_of(verdicts, dict.fromkeys(("model", "family", *names[1:]), str))
     sections = [Section("Captured, and equal to eager", about, source, verdicts)]
