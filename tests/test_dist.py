@@ -41,7 +41,7 @@ def test_all_files_are_there(installed: Path) -> None:
     examples = {
         Path("cgplan/examples") / p.name for p in (ROOT / "configs").iterdir() if p.is_file()
     }
-    docs = {Path("cgplan/docs") / p.name for p in (ROOT / "docs").glob("*.md")}
+    docs = {Path("cgplan") / p.relative_to(ROOT) for p in (ROOT / "docs").rglob("*.md")}
     found = {p.relative_to(installed) for p in installed.rglob("*") if p.is_file()}
     assert {path for path in found if path.parts[0] == "cgplan"} == package | examples | docs
     assert Path("cgplan/py.typed") in found
