@@ -45,7 +45,7 @@ def watch_eager_pieces():
     first_run = EagerPiece.first_run
 
     def watched_run(self, args, kwargs):
-        self._function = timed(self._function)
+        self.function = timed(self.function)
         return first_run(self, args, kwargs)
 
     EagerPiece.first_run = watched_run

@@ -59,7 +59,7 @@ def turn_off_pieces():
     first_run = EagerPiece.first_run
 
     def run(self, args, kwargs):
-        self._function = idling(self._function)
+        self.function = idling(self.function)
         return first_run(self, args, kwargs)
 
     EagerPiece.first_run = run
