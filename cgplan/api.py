@@ -74,9 +74,9 @@ def capture(
         ModelError: the model cannot be loaded or called.
         CaptureError: see CaptureSession.run.
     """
-    if isinstance(model, str):
+    if model is not None and (not callable(model) or isinstance(model, type)):
         raise ModelError(
-            f"the model is the text {model!r}",
+            f"the model is {model!r:.80}",
             remedy="Pass the model itself, or model.target in a configuration.",
         )
     sections = {
@@ -98,7 +98,7 @@ def capture(
         )
     if config is not None and given:
         raise ConfigError(
-            f"config and {', '.join(given)} were both given",
+            f"config and {', '.join(given).replace('model', 'output_rows')} were both given",
             remedy="Put the sections into the configuration.",
         )
     folder = Path(config).parent if isinstance(config, str | Path) else None

@@ -46,9 +46,8 @@ _STOPPED = (
 
 
 class Uncaptured(Enum):
-    """What comes next: the key again, all keys again with warm-ups, or other keys."""
+    """What comes next: all keys again with warm-ups, or other keys."""
 
-    TRY_AGAIN = auto()
     START_AGAIN = auto()
     REFUSED = auto()
 
@@ -151,14 +150,15 @@ class Capturer:
         self._graphs.addresses.is_outdated = True
         self._all_need_warm_up |= in_service
         began = _Clock.now()
-        found: GraphRecord | Uncaptured = Uncaptured.TRY_AGAIN
+        found: GraphRecord | Uncaptured | None = None
         with self._graphs.rehearsing() as rehearsal:
-            while found is Uncaptured.TRY_AGAIN:
+            while found is None:
                 found = self._try(rehearsal, _Attempt(key, in_service, began))
                 rehearsal.put_back.restore(between_keys=True)
         return found
 
-    def _try(self, rehearsal: Rehearsal, attempt: _Attempt) -> GraphRecord | Uncaptured:
+    def _try(self, rehearsal: Rehearsal, attempt: _Attempt) -> GraphRecord | Uncaptured | None:
+        """None: try again."""
         graphs = self._graphs
         backend = graphs.backend
         key = attempt.key
@@ -205,8 +205,10 @@ class Capturer:
         self.inspection_seconds += time.perf_counter() - done
         return record
 
-    def _failed(self, rehearsal: Rehearsal, attempt: _Attempt, error: Exception) -> Uncaptured:
-        """Raises where another attempt does not help."""
+    def _failed(
+        self, rehearsal: Rehearsal, attempt: _Attempt, error: Exception
+    ) -> Uncaptured | None:
+        """None: try again. Raises where another attempt does not help."""
         graphs = self._graphs
         mode = attempt.key[0]
         has_begun = attempt.before is not None
@@ -229,7 +231,7 @@ class Capturer:
         graphs.evict([attempt.key])
         rehearsal.put_back.restore(between_keys=True)
         if not needs_warm_up:
-            return Uncaptured.TRY_AGAIN
+            return None
         rehearsal.refuse_changed(str(attempt))
         is_held = graphs.pools.memory().held > 0
         self._may_be_uncomputed |= is_held
@@ -237,11 +239,11 @@ class Capturer:
         is_lasting = is_held or not is_explained
         return self._again_with_warm_up(attempt.key, failure.message if is_lasting else "")
 
-    def _again_with_warm_up(self, key: Key, because: str) -> Uncaptured:
+    def _again_with_warm_up(self, key: Key, because: str) -> Uncaptured | None:
         """``because``: why all keys start again."""
         self._need_warm_up.add(key)
         if not because:
-            return Uncaptured.TRY_AGAIN
+            return None
         self._all_need_warm_up = True
         self.started_again = because
         return Uncaptured.START_AGAIN

@@ -65,7 +65,8 @@ class Settings:
         _refuse_other("strict", self.strict, bool, _STRICT)
         if self.grad not in ("recompute", None):
             raise ConfigError(f"grad is {self.grad!r}", remedy="Choose recompute or None.")
-        Dim(BATCH, max=1 << 20, sizes=self.sizes)  # raises for wrong ones
+        most = 1 << 20 if isinstance(self.sizes, str) else self.max_size or 1 << 20
+        Dim(BATCH, max=most, sizes=self.sizes)  # raises for wrong ones
         self.pad = dict(self.pad or {})
         for name, value in self.pad.items():
             _refuse_other("a name of pad", name, str, _PAD)

@@ -689,7 +689,7 @@ def _message(
     counts = [f"{len(lines[kind])} {kind}" for kind in shown]
     has_moved = lines["changed"] or lines["missing"] or lines["added"]
     is_what = "have moved" if has_moved else "are others now"
-    text = f"{what} was captured with {count} tensors that {is_what}: {', '.join(counts)}"
+    text = f"{what} was captured with {count} tensors; some {is_what}: {', '.join(counts)}"
     for kind, found in lines.items():
         for line in found[:_SHOWN]:
             text += f"\n  {kind:<7}  {line}"

@@ -7,12 +7,13 @@ Note [What is put back]
     wrote together with a change of one (a row of a table, behind a set of sizes) stays, too, unless
     every run makes that change. Small storages that one run wrote, and a later one before the
     capture did not, are behind a flag that no walk sees, which cannot be put back: they stay.
-    (Kernels write large ones without a trace.)
+    (Kernels write large ones without a trace.) Where that run changed attributes, too, one of them
+    may be the flag: then a run that began from attributes put back tells.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -136,6 +137,8 @@ class PutBack:
         self._paths = defaultdict[str, _PathChanges](_PathChanges)
         self._count = 0  # of runs
         self._last_uncaptured = 0  # its number
+        self._first_after_restore = 0  # the first run that began from attributes put back
+        self._copied = Counter[Outcome]()  # bytes
         self._keeps_first_use = True
         self.newly_written: list[str] = []
         for address, (path, tensor) in self._places.items():
@@ -239,7 +242,8 @@ class PutBack:
             if not address or address in self.written:
                 continue
             if address in self._places:
-                self.written[address] = self._saved(*self._places[address], storage)
+                saved = self._unseen.get(address)
+                self.written[address] = saved or self._saved(*self._places[address], storage)
                 continue
             known = self._new.get(address)
             if known is None or known.reference.expired():
@@ -269,6 +273,8 @@ class PutBack:
         ):
             copy = storage.cpu()
             outcome = "host"
+        if copy is not None:
+            self._copied[outcome] += nbytes
         return Written(
             path,
             tensor,
@@ -300,6 +306,17 @@ class PutBack:
             if written.is_small and not self._is_from_first_use(written):
                 written.put_back(written.copy)
 
+    def _verdict(
+        self,
+        written: Written,
+    ) -> tuple[torch.UntypedStorage | None, Outcome]:
+        """What it gets back, if anything."""
+        if self._is_from_first_use(written):
+            return None, "new"
+        if self._is_behind_hidden_flag(written):
+            return written.after_first, "new"
+        return written.copy, written.outcome
+
     def _is_from_first_use(self, written: Written) -> bool:
         if len(written.runs) == 1 and self.has_made:
             return True
@@ -310,10 +327,15 @@ class PutBack:
         if written.after_first is None or len(written.runs) != 1 or written.captures:
             return False
         number = max(written.runs)
-        for known in self._paths.values():
-            if number in known.runs:
+        if number >= self._last_uncaptured:
+            return False
+        may_be_flag = [known for known in self._paths.values() if number in known.runs]
+        for known in may_be_flag:
+            if len(known.runs) == 1:
                 return False
-        return number < self._last_uncaptured
+        # a flag that is put back lets the next run write again
+        has_run_again = number < self._first_after_restore < self._count
+        return has_run_again or not may_be_flag
 
     def _runs_that_stay(self) -> set[int]:
         """Those that changed a container, as not every run does."""
@@ -405,11 +427,7 @@ class PutBack:
         where: Outcome = "device",
     ) -> int:
         """In bytes."""
-        nbytes = 0
-        for written in self.written.values():
-            if written.copy is not None and written.outcome == where:
-                nbytes += written.copy.nbytes()
-        return nbytes
+        return self._copied[where]
 
     def restore(
         self,
@@ -424,16 +442,11 @@ class PutBack:
             nbytes = written.storage.nbytes()
             if between_keys and nbytes > _SMALL:
                 continue
-            copy = written.copy
-            outcome = written.outcome
-            if self._is_behind_hidden_flag(written):
-                copy = written.after_first
-                outcome = "new"
-            elif self._is_from_first_use(written):
-                copy = None
-                outcome = "new"
+            copy, outcome = self._verdict(written)
             written.put_back(copy)
             self.outcome[written.path] = nbytes, outcome
+        if between_keys:
+            self._first_after_restore = self._first_after_restore or self._count
         if between_keys and not self.last:
             return
         has_made = self.has_made
@@ -469,6 +482,8 @@ class PutBack:
     def drop_copies(self) -> None:
         """An exception's frames may hold this object for long."""
         self.written.clear()
+        self._unseen.clear()
+        self._copied.clear()
 
 
 def _bind(

@@ -135,6 +135,8 @@ class RowDecoder(nn.Module):
             past_key_values=self.cache,
             use_cache=True,
         )
+        for layer in self.cache.layers:
+            layer.slots = None  # no state of the model
         logits: Tensor = output.logits[:, 0]
         return logits
 

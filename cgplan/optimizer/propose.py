@@ -885,10 +885,10 @@ class Case:
             above = ladder.expected_us - self.curve.alone.infinite_us
             away = above / max(self._changeable_us, EXACT)
             verb = "is" if number == 1 else "are"
-            return (
-                f"no gain in step time: {theirs} it is {away:.2%} above the bound; {graphs} "
-                f"{verb} as good"
-            )
+            judged = f"{graphs} {verb} as good"
+            if change > 0.001:
+                judged = f"with {graphs} steps are {change:.1%} longer"
+            return f"no gain in step time: {theirs} it is {away:.2%} above the bound; {judged}"
         if change < -NO_GAIN:
             return f"steps that graphs run are {-change:.1%} shorter than {theirs}, with {graphs}"
         return f"steps within 1% of those {theirs}, with {graphs}"

@@ -514,7 +514,9 @@ def _ladders(evidence: Evidence) -> RenderableType | None:
     def gain(ladder: LadderPoint) -> str | None:
         if ladder is plan:
             return None
-        return "no gain" if ladder.no_gain else f"{1 - expected / ladder.expected_us:+.1%}"
+        shorter = 1 - expected / ladder.expected_us
+        is_near = ladder.no_gain and shorter > -LEAST_SHOWN
+        return "no gain" if is_near else f"{shorter:+.1%}"
 
     words = [
         "padding: share of all tokens; gain: how much shorter the plan's step is",

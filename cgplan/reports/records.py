@@ -555,10 +555,7 @@ def load_report(path: str | Path, kind: str | None = None) -> Report:
     """A saved report or plan, or only one of a ``kind``. Raises ReportError."""
     report = parse_report(read_text(path, ReportError, _REMEDY), path)
     if kind not in (None, report.kind):
-        raise ReportError(
-            f"{path} is a {report.kind} report, not a {kind}",
-            remedy=f"Give a file that `cgplan {kind} --output` wrote.",
-        )
+        raise ReportError(f"{path} is a report of kind {report.kind}, not {kind}", remedy=_REMEDY)
     return report
 
 

@@ -42,8 +42,7 @@ from cgplan.units import counted, format_bytes
 
 # the oldest goes first
 MOST_PREPARED = 4096
-_shape = operator.attrgetter("shape")
-_dtype = operator.attrgetter("dtype")
+_traits = operator.attrgetter("shape", "dtype", "layout")
 _device = Tensor.get_device  # -1 for the host; faster than a torch.device
 _MISFITS = (LookupError, RuntimeError, AttributeError, TypeError)
 Flags = tuple[bool | None, int, Modes]
@@ -222,7 +221,8 @@ class GraphRunner:
                 elif call is not None and flags == call.flags and call.is_alike(*values):
                     is_alike = True
                 else:
-                    key = *map(_shape, values), *map(_dtype, values), *map(_device, values), *flags
+                    traits = map(_traits, values)
+                    key = *traits, *map(_device, values), *flags
                     call = self._calls.get(key)
             except _MISFITS:  # _look_up names them
                 call = None
@@ -333,7 +333,8 @@ class GraphRunner:
         def copied(values: Values, stream: int, is_alike: bool) -> None:
             nonlocal began
             start = perf_counter_ns()
-            began = start if staged else self._asked_ns
+            began = start if staged else self._asked_ns or start
+            self._asked_ns = 0
             with span("copy", bytes=sum(value.nbytes for value in values)):
                 copy_in(values, stream, is_alike)
             if trace is not None and trace is Trace.current and not staged:
@@ -404,7 +405,7 @@ class GraphRunner:
         invalid_modes: Modes = None,
     ) -> StagedBuffers:
         """The static buffers' rows, to be written in place without a copy; leaving the block runs
-        the batch.
+        the batch. The same counts give the same object: read its output first.
 
             with runner.stage(num_tokens=13) as buffers:
                 buffers["input_ids"].copy_(ids)

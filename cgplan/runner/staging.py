@@ -117,8 +117,8 @@ class StagedBuffers(Mapping[str, Tensor]):
 
     @property
     def output(self) -> Any:
-        """Valid as a call's. Raises CgplanError before the end of the block, and after another
-        batch was staged.
+        """Valid as a call's. Raises CgplanError before the end of the block, and after a batch of
+        other counts was staged.
         """
         call = self.call
         if not self._has_run or call is None:

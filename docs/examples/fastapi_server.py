@@ -60,7 +60,8 @@ class Generation:
 
 
 def capture():
-    return cgplan.capture(Decoder().eval().to(DEVICE), INPUTS, compilation={"cudagraph_capture_sizes": SIZES})
+    sizes, requests = {"cudagraph_capture_sizes": SIZES}, {"max_num_seqs": SLOTS}
+    return cgplan.capture(Decoder().eval().to(DEVICE), INPUTS, compilation=sizes, scheduler=requests)
 
 
 def serve(runner, waiting):

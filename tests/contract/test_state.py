@@ -616,8 +616,11 @@ def test_torchscript_models_are_captured(backend: GraphBackend, kind: str) -> No
 class Filled(nn.Module):
     """A table that the first call fills, behind a flag that no walk over the model sees."""
 
-    def __init__(self, device: torch.device, flag: str, source: str = "numbers") -> None:
+    def __init__(
+        self, device: torch.device, flag: str, source: str = "numbers", counts: bool = False
+    ) -> None:
         super().__init__()
+        self.counts, self.calls = counts, 0
         self.register_buffer("table", torch.zeros(2, device=device))
         self.flag, self.source = flag, source
         self.of_thread = threading.local()
@@ -627,6 +630,7 @@ class Filled(nn.Module):
         self.table.copy_(torch.arange(1.0, 3.0, device=self.table.device))
 
     def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.counts
         if self.flag == "functools.cache":
             self.cached()
         elif not hasattr(self.of_thread, "is_filled"):
@@ -638,13 +642,18 @@ class Filled(nn.Module):
         return x + self.table
 
 
+@pytest.mark.parametrize("counts", [False, True])
 @pytest.mark.parametrize("flag", ["functools.cache", "threading.local"])
-def test_a_table_behind_a_hidden_flag_stays_filled(backend: GraphBackend, flag: str) -> None:
+def test_a_table_behind_a_hidden_flag_stays_filled(
+    backend: GraphBackend, flag: str, counts: bool
+) -> None:
+    """Also where each run changes an attribute, which might be the flag."""
     x = torch.rand(4, 2, device=backend.device)
     plain = Filled(backend.device, flag)
     for ways in ({}, {"cudagraph_num_of_warmups": 2}):
-        model = Filled(backend.device, flag)
-        with closing(open_runner(backend, model, **ways)) as runner:
+        model = Filled(backend.device, flag, counts=counts)
+        sizes = {"cudagraph_capture_sizes": [2, 4], **ways}
+        with closing(open_runner(backend, model, **sizes)) as runner:
             same(runner(x=x), plain(x))
             same(model(x), plain(x))
 

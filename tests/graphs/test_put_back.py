@@ -207,7 +207,7 @@ def test_only_what_is_written_is_copied_and_restore_may_be_called_again() -> Non
         model.layer(model.steps)
 
     kept = looked(model, forward)
-    assert kept.copied() == 16
+    assert kept.copied() == 24  # also of small state that no operator was seen to write
     assert [written.path for written in kept.written.values()] == ["x.steps", "x.log[0]"]
     for _ in range(2):
         kept.restore()
@@ -224,6 +224,12 @@ def test_batch_norm_writes_although_its_schema_does_not_say_so() -> None:
     assert model.num_batches_tracked is not None
     assert model.running_mean.tolist() == [0, 0]
     assert model.num_batches_tracked.item() == 0
+
+
+def test_copies_of_small_state_keep_the_limit() -> None:
+    model = SimpleNamespace(state=[torch.zeros(8) for _ in range(10)])
+    kept = looked(model, lambda: model.state[9].add_(1), limit=3 * 32)
+    assert kept.copied() == 3 * 32
 
 
 def test_what_is_too_large_is_named() -> None:
