@@ -317,13 +317,19 @@ class PutBack:
             return written.after_first, "new"
         return written.copy, written.outcome
 
-    def _is_from_first_use(self, written: Written) -> bool:
+    def _is_from_first_use(
+        self,
+        written: Written,
+    ) -> bool:
         if len(written.runs) == 1 and self.has_made:
             return True
         has_run = self._keeps_first_use and bool(written.runs)
         return has_run and written.runs <= self._runs_that_stay()
 
-    def _is_behind_hidden_flag(self, written: Written) -> bool:
+    def _is_behind_hidden_flag(
+        self,
+        written: Written,
+    ) -> bool:
         if written.after_first is None or len(written.runs) != 1 or written.captures:
             return False
         number = max(written.runs)
