@@ -66,7 +66,7 @@ def test_a_configuration_stands_in_place_of_sections(path: Path) -> None:
         )
     with pytest.raises(ModelError, match="no model was given"):
         cgplan.capture(config=path.parent / "plain.yaml")
-    with pytest.raises(ModelError, match="the model is 'double.py:build'"):
+    with pytest.raises(ModelError, match=r"the model is 'double\.py:build'"):
         cgplan.capture("double.py:build")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="neither inputs nor config"):
         cgplan.capture(lambda x: x)

@@ -28,6 +28,7 @@ def lint(plan: Plan, run: Run) -> tuple[str, ...]:
     mode are missing.
     """
     return (
+        *_unmeasured_sizes(plan, run),
         *_traffic_cliffs(plan, run),
         *_scheduler_cliffs(plan, run),
         *_beyond_the_scheduler(plan, run),
@@ -145,6 +146,20 @@ def _cliff(plan: Plan, run: Run, batch: StepShape) -> str | None:
     return (
         f"{format_microseconds(eager)} eagerly, {format_microseconds(graph)} in a {lane.mode} graph"
     )
+
+
+def _unmeasured_sizes(plan: Plan, run: Run) -> Iterator[str]:
+    last = dict[CUDAGraphMode, int]()
+    for curve in run.times.curves:
+        last[curve.mode] = max(curve.points[-1][0], last.get(curve.mode, 0))
+    for lane, sizes in plan.lanes().items():
+        most = last.get(lane.mode, sizes[-1])
+        beyond = [size for size in sizes if size > most]
+        if beyond:
+            yield (
+                f"{lane}: sizes {listed(beyond)} are larger than those that were measured, up to "
+                f"{most}: their gain is extrapolated"
+            )
 
 
 def _beyond_the_scheduler(plan: Plan, run: Run) -> Iterator[str]:

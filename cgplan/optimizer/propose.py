@@ -93,6 +93,7 @@ NO_GAIN = 0.01  # a distance from the bound below which other sizes bring no gai
 EXACT = 1e-6  # a gap that counts as none
 ROUNDS = 12  # of weighing loads for the worst regret
 NO_GRAPH_GAIN = "no gain"
+MUCH_MEMORY = 0.1  # share of the ladder's, above which more is worth a word
 FAILED = "it could not be captured"
 CASE = "its LoRA case was not planned for, see the notes"
 RULE = (
@@ -594,6 +595,7 @@ class Case:
                 "Give --costs FILE (a capture report), --costs estimate or --costs measure; "
                 "without it they bound the capture alone, which drops what does not fit"
             )
+        warnings += self._memory_grows(ladders)
         points = map(curve.point, range(1, curve.last() + 1))
         return Evidence(
             traffic_source=run.traffic.source,
@@ -856,6 +858,19 @@ class Case:
             yield "costs have smaller pools for larger sizes, so no plan is proven to be the best"
         if plan.mode is CUDAGraphMode.NONE:
             yield "the resolved cudagraph_mode is NONE: nothing is captured"
+
+    def _memory_grows(self, ladders: Sequence[LadderPoint]) -> Iterator[str]:
+        nbytes = self.curve.price(self.plan.keys)["bytes"]
+        for ladder in ladders:
+            if ladder.name != self.request.asked or not nbytes or not ladder.bytes:
+                continue
+            more = nbytes - ladder.bytes
+            if more > max(MUCH_MEMORY * ladder.bytes, 1 << 20):
+                theirs = ladder_words(ladder.name, whose=True)
+                yield (
+                    f"these graphs take {format_bytes(more)} more memory than {theirs}: "
+                    "budget.memory bounds them (--memory)"
+                )
 
     def _verdict(self, ladders: Sequence[LadderPoint]) -> str:
         if self.plan.mode is CUDAGraphMode.NONE:

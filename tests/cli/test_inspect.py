@@ -44,8 +44,8 @@ def test_inspect_refuses_two_reports_of_different_kinds(home: Path) -> None:
     good("capture", "--config", "good.yaml", "--output", "run.json")
     good("plan", "--config", "good.yaml", "--output", "plan.json")
     said = refused(ReportError, "inspect", "run.json", "plan.json", "--html", "both.html")
-    assert "plan.json is a plan report, not a capture" in said
-    assert "`cgplan capture --output`" in said
+    assert "plan.json is a report of kind plan, not capture" in said
+    assert "--output` wrote" in said
     assert not (home / "both.html").exists()
 
 

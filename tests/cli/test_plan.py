@@ -759,7 +759,7 @@ def test_plan_diff(home: Path) -> None:
     assert data["lanes"][0]["removed"] == [2, 4]
     good("capture", *PLAN[1:], "--output", "run.json")
     message = refused(errors.ReportError, "plan", "diff", "run.json", "run.json")
-    assert "run.json is a capture report, not a plan" in message
+    assert "run.json is a report of kind capture, not plan" in message
     message = refused(errors.ReportError, "plan", "diff", "none.json", "run.json")
     assert "no such file: none.json" in message
     assert "Did you mean 'new.json'?" in message

@@ -53,6 +53,17 @@ def test_a_plan_that_fits_has_no_warning() -> None:
     )
 
 
+def test_sizes_beyond_the_measured_ones_are_told() -> None:
+    plan = plan_of("FULL", [1, 64, 256, 400])
+    seen = traffic(mixed({100: 1, 390: 1}))
+    times = StepTimes.measured(
+        {(NONE, 0): {1: 20_000, 400: 40_000}, (FULL, 0): {1: 4_000, 128: 9_000}}, "by hand"
+    )
+    (told,) = warnings(plan, seen, "were measured", times)
+    assert "sizes 256, 400 are larger than those that were measured, up to 128" in told
+    assert warnings(plan, seen, "were measured") == []
+
+
 # --- cliffs ---------------------------------------------------------------------------------------------------
 
 HOLDS = "no graph holds"
