@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from cgplan.config import Config, Dim
 from cgplan.errors import TrafficError
 from cgplan.planning import build_plan
-from cgplan.traffic.files import read_sizes, read_traffic, synthetic_requests
+from cgplan.traffic.files import FORMS, read_sizes, read_traffic, synthetic_requests
 from cgplan.traffic.histogram import StepShape, Traffic
 from cgplan.traffic.simulation import NO_ADAPTER, Request, RequestTrace
 
@@ -871,3 +871,9 @@ def test_bad_batches_of_several_sizes(tmp_path: Path, text: str, told: str) -> N
 def test_a_dimension_may_be_called_count(tmp_path: Path) -> None:
     (tmp_path / "lengths.csv").write_text("count,weight\n3,7\n")
     assert read_sizes(tmp_path / "lengths.csv", [Dim("count", max=8)]).counts == {(3,): 7}
+
+
+def test_no_two_forms_have_the_same_columns() -> None:
+    """The columns tell the form: of two alike the second would never be read."""
+    columns = [frozenset(map(str.lower, form.columns)) for form in FORMS]
+    assert len(set(columns)) == len(columns)
