@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cgplan.errors import InputError, ModelError
+from cgplan.errors import InputError, ModelError, first_line
 from cgplan.models.loading import find_file, parse_dtype
 
 try:
@@ -239,7 +239,7 @@ def build(
         except Exception as error:
             raise ModelError(
                 f"transformers builds no causal LM from {values.model_type}: "
-                f"{type(error).__name__}: {error}",
+                f"{type(error).__name__}: {first_line(error)}",
                 remedy="Choose a decoder-only language model.",
             ) from error
     decoder = RowDecoder(
