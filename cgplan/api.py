@@ -97,8 +97,9 @@ def capture(
             "neither inputs nor config were given", remedy="Pass cgplan.Input by name, or a file."
         )
     if config is not None and given:
+        names = ["output_rows" if name == "model" else name for name in given]
         raise ConfigError(
-            f"config and {', '.join(given).replace('model', 'output_rows')} were both given",
+            f"config and {', '.join(names)} were both given",
             remedy="Put the sections into the configuration.",
         )
     folder = Path(config).parent if isinstance(config, str | Path) else None

@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
 
@@ -28,8 +28,9 @@ _FOLDERS = (
 )
 _TORCH = Path(torch.__file__).parent
 _CGPLAN = Path(__file__).parents[1]
+_IN_TORCH = f"{_TORCH}{os.sep}"
 _MACHINERY = (
-    f"{_TORCH}{os.sep}",
+    _IN_TORCH,
     *(f"{_CGPLAN / folder}{os.sep}" for folder in _FOLDERS),
     str(_CGPLAN / "api.py"),
     contextlib.__file__,
@@ -43,7 +44,7 @@ def users_line(places: Iterable[tuple[str, int]]) -> str:
     for place in places:
         if not place[0].startswith(_MACHINERY):
             return _shown(*place)
-        if in_torch is None and place[0].startswith(_MACHINERY[0]):
+        if in_torch is None and place[0].startswith(_IN_TORCH):
             in_torch = place
     return "an unknown line" if in_torch is None else _shown(*in_torch)
 
@@ -58,17 +59,17 @@ def blamed_line(raised: TracebackType | None = None) -> str:
         frames = traceback.walk_stack(sys._getframe(1))
     else:
         frames = reversed(list(traceback.walk_tb(raised)))
-    places = list[tuple[str, int]]()
+    return users_line(_places_of(frames))
+
+
+def _places_of(frames: Iterable[tuple[FrameType, int]]) -> Iterator[tuple[str, int]]:
     for frame, line in frames:
         name = frame.f_code.co_filename
         module = str(frame.f_globals.get("__name__"))
         if name.startswith("<eval_with_key>"):
-            places += _traced_from(frame, line)
+            yield from _traced_from(frame, line)
         elif "torch._inductor" not in module:
-            places.append((name, line))
-            if not name.startswith(_MACHINERY):
-                break
-    return users_line(places)
+            yield name, line
 
 
 def _traced_from(frame: FrameType, line: int) -> list[tuple[str, int]]:

@@ -292,6 +292,8 @@ class PutBack:
             if address not in new or address in self.written:
                 continue
             _, copy, version = new[address]
+            if copy is not None:
+                self._copied["device"] += copy.nbytes()
             self.written[address] = Written(
                 path,
                 tensor,
@@ -453,8 +455,8 @@ class PutBack:
             self.outcome[written.path] = nbytes, outcome
         if between_keys:
             self._first_after_restore = self._first_after_restore or self._count
-        if between_keys and not self.last:
-            return
+            if not self.last:
+                return
         has_made = self.has_made
         may_undo = self.before.is_attribute if self._keeps_first_use else self._may_undo
         self.last = self.before.changes()

@@ -595,7 +595,10 @@ class Case:
                 "Give --costs FILE (a capture report), --costs estimate or --costs measure; "
                 "without it they bound the capture alone, which drops what does not fit"
             )
-        warnings += self._memory_grows(ladders)
+        price = curve.price(plan.keys)
+        asked = next((point for point in ladders if point.name == request.asked), None)
+        if asked is not None:
+            warnings += self._memory_grows(price["bytes"], asked)
         points = map(curve.point, range(1, curve.last() + 1))
         return Evidence(
             traffic_source=run.traffic.source,
@@ -606,7 +609,7 @@ class Case:
             **of_costs(costs),
             rule=self._rule(),
             graphs=len(plan.keys),
-            **curve.price(plan.keys),
+            **price,
             expected_us=Expected(
                 plan=run.expected_us,
                 eager=alone.eager_total / alone.weight,
@@ -627,7 +630,7 @@ class Case:
             not_worth=tuple(self._not_worth()),
             notes=tuple(self._notes()),
             warnings=(*warnings, *lint(plan, run)),
-            verdict=self._verdict(ladders),
+            verdict=self._verdict(asked),
             unbounded=unbounded,
             padding=run.padding,
             left_out=_by_lane(self._left_out()),
@@ -859,20 +862,21 @@ class Case:
         if plan.mode is CUDAGraphMode.NONE:
             yield "the resolved cudagraph_mode is NONE: nothing is captured"
 
-    def _memory_grows(self, ladders: Sequence[LadderPoint]) -> Iterator[str]:
-        nbytes = self.curve.price(self.plan.keys)["bytes"]
-        for ladder in ladders:
-            if ladder.name != self.request.asked or not nbytes or not ladder.bytes:
-                continue
-            more = nbytes - ladder.bytes
-            if more > max(MUCH_MEMORY * ladder.bytes, 1 << 20):
-                theirs = ladder_words(ladder.name, whose=True)
-                yield (
-                    f"these graphs take {format_bytes(more)} more memory than {theirs}: "
-                    "budget.memory bounds them (--memory)"
-                )
+    def _memory_grows(
+        self,
+        nbytes: int | None,
+        ladder: LadderPoint,
+    ) -> Iterator[str]:
+        if not nbytes or not ladder.bytes:
+            return
+        more = nbytes - ladder.bytes
+        if more > max(MUCH_MEMORY * ladder.bytes, 1 << 20):
+            yield (
+                f"these graphs take {format_bytes(more)} more memory than "
+                f"{ladder_words(ladder.name, whose=True)}: budget.memory bounds them (--memory)"
+            )
 
-    def _verdict(self, ladders: Sequence[LadderPoint]) -> str:
+    def _verdict(self, ladder: LadderPoint | None) -> str:
         if self.plan.mode is CUDAGraphMode.NONE:
             return "nothing is captured: the resolved cudagraph_mode is NONE"
         if not self.plan.keys:
@@ -882,10 +886,7 @@ class Case:
         number = len(self.plan.keys)
         graphs = counted(number, "graph")
         expected = self.run.expected_us
-        for ladder in ladders:
-            if ladder.name == self.request.asked:
-                break
-        else:
+        if ladder is None:
             return f"{format_microseconds(expected)} a step with {graphs}"
         theirs = f"with {ladder_words(ladder.name, whose=True)} {counted(ladder.graphs, 'graph')}"
         unchanged = self.curve.alone.infinite_us - self._changeable_us
@@ -901,7 +902,7 @@ class Case:
             away = above / max(self._changeable_us, EXACT)
             verb = "is" if number == 1 else "are"
             judged = f"{graphs} {verb} as good"
-            if change > 0.001:
+            if change > ALIKE:
                 judged = f"with {graphs} steps are {change:.1%} longer"
             return f"no gain in step time: {theirs} it is {away:.2%} above the bound; {judged}"
         if change < -NO_GAIN:

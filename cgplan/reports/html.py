@@ -611,7 +611,7 @@ def _of_audit(report: AuditReport) -> Iterator[Section]:
 def _of_watch(report: WatchReport) -> Iterator[Section]:
     source = f"Read from the graphs on {_where(report.environment)}."
     if report.stale:
-        about = "Pointers to memory that is no longer what it was at the capture."
+        about = "Pointers into memory that was freed, replaced or moved since the capture."
         yield Section("Stale", about, source, Grid(report.stale, *STALE))
     if report.graphs:
         about = "Graphs in the order of their capture."

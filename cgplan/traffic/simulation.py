@@ -289,7 +289,7 @@ class _Rank:
         self.repeats = NEVER  # unless a request comes
 
     def prefill(self, now: int) -> _Shape | None:
-        """Schedule a step with prompts; None: there is no room for one."""
+        """Schedule a step with prompts; None if no prompt fits."""
         self.prefilled = 0
         left = self.left
         if left <= 0:

@@ -11,6 +11,7 @@ import runpy
 import signal
 import sys
 from contextlib import suppress
+from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -45,12 +46,12 @@ def _watch() -> None:
     except ImportError as error:
         print(f"cgplan watch: this Python has no cgplan: {error}", file=sys.stderr)
         return
-    every_replay = bool(os.environ.get("CGPLAN_WATCH_REPLAYS"))
-    watch = watch_graphs(
+    begin = partial(
+        watch_graphs,
         operators=True,
-        every_replay=every_replay,
+        every_replay=bool(os.environ.get("CGPLAN_WATCH_REPLAYS")),
     )
-
+    watch = begin()
     process = os.getpid()
 
     def tell(*, prints: bool = False) -> None:
@@ -80,10 +81,7 @@ def _watch() -> None:
         nonlocal process, watch
         process = os.getpid()
         watch.close()  # its graphs are the parent's
-        watch = watch_graphs(
-            operators=True,
-            every_replay=every_replay,
-        )
+        watch = begin()
         util.Finalize(None, tell, exitpriority=0)  # multiprocessing skips atexit
 
     atexit.register(tell)
