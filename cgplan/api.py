@@ -19,7 +19,7 @@ from cgplan.errors import ConfigError, ModelError
 from cgplan.models.loading import load_model
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning import build_plan
-from cgplan.runner.auto import choose_mode
+from cgplan.runner.auto import choose
 from cgplan.runner.runner import GraphRunner
 from cgplan.runner.session import CaptureSession
 
@@ -121,8 +121,9 @@ def capture(
             config.model.target, config.model.kwargs, device=backend.device, base_dir=folder
         )
     began = time.perf_counter()
+    route = None
     if config.compilation.cudagraph_mode is CUDAGraphMode.AUTO:
-        config, plan = choose_mode(config, model, backend, state, before_key=before_key)
+        config, plan, route = choose(config, model, backend, state, before_key=before_key)
     runner = CaptureSession(
         plan,
         model,
@@ -132,6 +133,7 @@ def capture(
         state=state,
         before_key=before_key,
         began=began,
+        route=route,
     ).run()
     for warning in runner.report.warnings:
         logger.warning("%s", warning)

@@ -21,7 +21,7 @@ from cgplan.graphs.put_back import PutBack
 from cgplan.graphs.wrapper import CUDAGraphEntry, CUDAGraphWrapper
 from cgplan.modes import CUDAGraphMode, Key
 from cgplan.piecewise.breaks import any_breaks
-from cgplan.piecewise.routes import choose_route
+from cgplan.piecewise.routes import SplitRoute, choose_route
 from cgplan.reports.records import StateRecord
 
 
@@ -65,11 +65,11 @@ class ModelGraphs(ModelForward):
         self._rehearsal: Rehearsal | None = None
         self._retired: list[tuple[list[Callable[[], bool]], Callable[[], None]]] = []
 
-    def choose_route(self) -> None:
+    def choose_route(self, given: SplitRoute | None = None) -> None:
         """Make the model ready for runs; may run it on padding. Raises as
         piecewise.routes.choose_route.
         """
-        self.route = choose_route(
+        self.route = given or choose_route(
             self.plan,
             self.config,
             self.model,

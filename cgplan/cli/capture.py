@@ -39,11 +39,12 @@ from cgplan.measure.bench import bench, call_examples
 from cgplan.measure.doctor import check_up
 from cgplan.models.loading import load_model
 from cgplan.modes import CUDAGraphMode
+from cgplan.piecewise.routes import SplitRoute
 from cgplan.planning import Plan
 from cgplan.planning.difference import fitted, unused_settings
 from cgplan.planning.plan import PlanChange, budget_of
 from cgplan.reports import AuditReport, Report
-from cgplan.runner.auto import choose_mode
+from cgplan.runner.auto import choose
 from cgplan.runner.runner import GraphRunner
 from cgplan.runner.session import CaptureSession
 from cgplan.units import format_bytes, format_seconds
@@ -130,10 +131,10 @@ def _captured_alone(
             reason = f"the capture failed: {error.message}"
             change = PlanChange(requested=plan.mode, resolved=CUDAGraphMode.AUTO, reason=reason)
             failed = (change,)
-    config, plan = choose_mode(config, model, backend, anyway=bool(failed))
+    config, plan, route = choose(config, model, backend, anyway=bool(failed))
     plan = plan.model_copy(update={"changes": (*failed, *plan.changes)})
     plan = _fitted(plan, config, backend, request)
-    return _run(config, plan, model, backend, began=began)
+    return _run(config, plan, model, backend, began=began, route=route)
 
 
 @contextmanager
@@ -177,6 +178,7 @@ def _run(
     backend: GraphBackend,
     together: RankSync = SINGLE_RANK,
     began: float | None = None,
+    route: SplitRoute | None = None,
 ) -> GraphRunner:
     with progress("capture" if is_first_rank() else "") as step:
 
@@ -184,7 +186,14 @@ def _run(
             step(at.index, at.total, f"{at.mode} {at.descriptor}")
 
         session = CaptureSession(
-            plan, model, backend, config, progress=show, together=together, began=began
+            plan,
+            model,
+            backend,
+            config,
+            progress=show,
+            together=together,
+            began=began,
+            route=route,
         )
         return session.run()
 

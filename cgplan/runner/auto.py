@@ -30,6 +30,7 @@ from cgplan.config import CompilationConfig, Config
 from cgplan.errors import CaptureError, ConfigError, ModeError, ModelError, PlanError
 from cgplan.graphs.ambient import random_state_kept
 from cgplan.modes import CUDAGraphMode, Key
+from cgplan.piecewise.routes import SplitRoute
 from cgplan.piecewise.split import refuse_unknown_ops
 from cgplan.planning import Plan, build_plan
 from cgplan.planning.plan import PlanChange
@@ -47,7 +48,7 @@ _KERNEL_GAP_US = 1.0  # from one kernel of a graph to the next
 
 class Candidate(NamedTuple):
     """``gains``: eager over graph time by tokens, ascending; bytes of its pool. ``fusible``: the
-    share of a step that a compiler may save.
+    share of a step that a compiler may save. ``route``: with the traces of the trial.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Candidate(NamedTuple):
     gains: dict[int, list[float]]
     nbytes: int
     fusible: float = 1.0
+    route: SplitRoute | None = None
 
     def mean(self, pick: Callable[[list[float]], float] = median) -> float:
         return fmean(map(pick, self.gains.values()))
@@ -88,6 +90,14 @@ class Candidate(NamedTuple):
         return f"{self.name}, {self.speed}"
 
 
+class Choice(NamedTuple):
+    """``route``: with traces, for a session; None without FULL graphs."""
+
+    config: Config
+    plan: Plan
+    route: SplitRoute | None
+
+
 def choose_mode(
     config: Config,
     model: Callable[..., Any],
@@ -97,6 +107,27 @@ def choose_mode(
     anyway: bool = False,
     before_key: BeforeKey | None = None,
 ) -> tuple[Config, Plan]:
+    """``choose`` without the route."""
+    choice = choose(
+        config,
+        model,
+        backend,
+        state,
+        anyway=anyway,
+        before_key=before_key,
+    )
+    return choice.config, choice.plan
+
+
+def choose(
+    config: Config,
+    model: Callable[..., Any],
+    backend: GraphBackend,
+    state: Sequence[object] | None = None,
+    *,
+    anyway: bool = False,
+    before_key: BeforeKey | None = None,
+) -> Choice:
     """The fastest way to capture a model, for ``cudagraph_mode: AUTO``.
 
     FULL comes first; a module that fails then runs eagerly. PIECEWISE by operators follows where
@@ -105,7 +136,7 @@ def choose_mode(
     wins. The plan ends at the largest size with a gain of 2%; ``anyway``: also below it. The model
     is put back, and all memory is freed. ``before_key`` is as in CaptureSession.
 
-    Returns the chosen configuration, and its plan, whose notes say what was tried.
+    The notes of the chosen plan say what was tried.
 
     Raises:
         ConfigError: an operator of ``splitting_ops`` is missing, or never called.
@@ -163,7 +194,7 @@ def choose_mode(
         notes.append(f"AUTO: {note} (tried in {took})")
         if candidate is not None:
             candidates.append(candidate)
-    chosen, reason = _fastest(asked, candidates, plan.capture_sizes, anyway=anyway)
+    chosen, route, reason = _fastest(asked, candidates, plan.capture_sizes, anyway=anyway)
     logger.info("cudagraph_mode AUTO -> %s: %s", chosen.cudagraph_mode, reason)
     took = format_seconds(time.perf_counter() - start)
     notes.append(
@@ -178,7 +209,7 @@ def choose_mode(
         "changes": (change, *plan.changes),
         "notes": (*plan.notes, *notes),
     }
-    return config, plan.model_copy(update=update)
+    return Choice(config, plan.model_copy(update=update), route)
 
 
 def _probe(
@@ -245,7 +276,16 @@ def _tried(
             )
         steps = _operator_times(runner)
     fusible = max(map(_fusible_share, filter(None, steps)), default=1.0)
-    candidate = Candidate(name, compilation, gains, nbytes, fusible)
+    candidate = Candidate(
+        name,
+        compilation,
+        gains,
+        nbytes,
+        fusible,
+    )
+    route = runner.graphs.route
+    if route.name == "full":
+        candidate = candidate._replace(route=route)
     if difference is None:
         return candidate, str(candidate)
     note = f"{name} left out: on example batches {difference}; {candidate.speed}"
@@ -437,10 +477,10 @@ def _fastest(
     sizes: Sequence[int],
     *,
     anyway: bool,
-) -> tuple[CompilationConfig, str]:
+) -> tuple[CompilationConfig, SplitRoute | None, str]:
     none = asked.model_copy(update={"cudagraph_mode": CUDAGraphMode.NONE})
     if not candidates:
-        return none, "no way to capture the model was found"
+        return none, None, "no way to capture the model was found"
     best = max(candidates, key=Candidate.mean)
     ties = list(filter(best.is_tie, candidates))
     taken = min(ties, key=lambda candidate: candidate.nbytes >> 20)  # within a MiB the first
@@ -448,7 +488,8 @@ def _fastest(
     chosen = taken.compilation
     worth = taken.worth
     if not worth:
-        return chosen if anyway else none, f"graphs bring less than 2%: {said}"
+        said = f"graphs bring less than 2%: {said}"
+        return (chosen, taken.route, said) if anyway else (none, None, said)
     others = ", ".join(candidate.name for candidate in ties if candidate is not taken)
     if others:
         said += f"; a tie with {others}: its pool is no larger"
@@ -457,4 +498,4 @@ def _fastest(
         update = {"cudagraph_capture_sizes": kept, "max_cudagraph_capture_size": None}
         chosen = chosen.model_copy(update=update)
         said += f"; beyond {worth} tokens graphs bring less than 2%"
-    return chosen, said
+    return chosen, taken.route, said

@@ -19,6 +19,7 @@ from cgplan.errors import CgplanError, ConfigError, PlanError
 from cgplan.graphs.ambient import random_state_kept
 from cgplan.graphs.pools import GraphPool, PoolUse
 from cgplan.modes import CUDAGraphMode, Key
+from cgplan.piecewise.routes import SplitRoute
 from cgplan.planning import Plan, build_plan, config_hash
 from cgplan.planning.build import refuse_auto
 from cgplan.reports.records import SplitRecord
@@ -38,6 +39,7 @@ class CaptureSession:
         before_key: Sets an engine's context ahead of each key's runs. It gets the runtime mode, the
             descriptor and the runner's static rows by name, which hold padding.
         real_rows: Absent: captures run on padding.
+        route: Of FULL graphs, with traces; absent: made here.
         began: When the report begins, by ``time.perf_counter()``; absent: now.
 
     Raises ConfigError for ``cudagraph_mode: AUTO``, which ``choose_mode`` decides.
@@ -56,6 +58,7 @@ class CaptureSession:
     before_key: BeforeKey | None = None
     began: float | None = None
     real_rows: RealRows | None = None
+    route: SplitRoute | None = None
 
     def __post_init__(self) -> None:
         refuse_auto(self.config)
@@ -148,7 +151,7 @@ class CaptureSession:
                 ranks=ranks,
                 on_demand=on_demand,
             )
-            graphs.choose_route()
+            graphs.choose_route(self.route)
             captured = CapturedKeys(
                 graphs,
                 asked,

@@ -21,6 +21,7 @@ from cgplan import CUDAGraphMode, GraphRunner, Input
 from cgplan.backends import GraphBackend
 from cgplan.config import validate_config
 from cgplan.modes import Key
+from cgplan.piecewise.trace import PiecewiseModel
 from cgplan.reports import CaptureReport
 from cgplan.runner import auto
 from cgplan.speculative.plan import plan_speculation
@@ -319,6 +320,26 @@ def test_steps_are_timed_without_hooks(
     with closing(open_runner(backend, Net(nn.ReLU))):
         assert hooks
         assert not any(hooks)
+
+
+def test_the_captures_take_over_the_traces_of_the_trial(
+    backend: GraphBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if backend.is_tape:
+        pytest.skip("inductor needs a GPU")
+    made = list[PiecewiseModel]()
+    init = PiecewiseModel.__init__
+
+    def noted(self: PiecewiseModel, *args: Any) -> None:
+        made.append(self)
+        init(self, *args)
+
+    monkeypatch.setattr(PiecewiseModel, "__init__", noted)
+    as_timed(monkeypatch, 2.0)
+    with closing(open_runner(backend, Net(nn.ReLU), compiler="inductor")) as runner:
+        assert runner.plan.mode is FULL
+        assert len(made) == 1
+        assert len(made[0].splitter.traces) == 3  # 1, 8, and those between
 
 
 class Alternates(nn.Module):
