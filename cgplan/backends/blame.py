@@ -38,15 +38,18 @@ _MACHINERY = (
 )
 
 
-def users_line(places: Iterable[tuple[str, int]]) -> str:
-    """Of the first place outside of torch and cgplan, or else of the first in torch."""
+def users_lines(places: Iterable[tuple[str, int]]) -> Iterator[str]:
+    """Of places outside of torch and cgplan, or else of the first in torch."""
     in_torch = None
+    is_found = False
     for place in places:
         if not place[0].startswith(_MACHINERY):
-            return _shown(*place)
-        if in_torch is None and place[0].startswith(_IN_TORCH):
+            is_found = True
+            yield _shown(*place)
+        elif in_torch is None and place[0].startswith(_IN_TORCH):
             in_torch = place
-    return "an unknown line" if in_torch is None else _shown(*in_torch)
+    if not is_found:
+        yield "an unknown line" if in_torch is None else _shown(*in_torch)
 
 
 def _shown(name: str, line: int) -> str:
@@ -54,15 +57,14 @@ def _shown(name: str, line: int) -> str:
 
 
 def blamed_line(raised: TracebackType | None = None) -> str:
-    """``users_line`` of the frames that run now, or raised."""
-    if raised is None:
-        frames = traceback.walk_stack(sys._getframe(1))
-    else:
+    """The innermost of ``users_lines`` of the frames that run now, or raised."""
+    frames = traceback.walk_stack(sys._getframe(1))
+    if raised is not None:
         frames = reversed(list(traceback.walk_tb(raised)))
-    return users_line(_places_of(frames))
+    return next(users_lines(places_of(frames)))
 
 
-def _places_of(frames: Iterable[tuple[FrameType, int]]) -> Iterator[tuple[str, int]]:
+def places_of(frames: Iterable[tuple[FrameType, int]]) -> Iterator[tuple[str, int]]:
     for frame, line in frames:
         name = frame.f_code.co_filename
         module = str(frame.f_globals.get("__name__"))

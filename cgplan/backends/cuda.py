@@ -34,7 +34,7 @@ from cgplan.backends.backend import (
     span,
     tensor_on,
 )
-from cgplan.backends.blame import users_line
+from cgplan.backends.blame import users_lines
 from cgplan.backends.cuda_workspaces import keep_workspaces, own_stream, workspace_pool
 from cgplan.backends.graph_nodes import (
     Block,
@@ -323,7 +323,7 @@ class CudaBackend(GraphBackend):
                 places = []
                 for frame in block.get("frames") or ():
                     places.append((frame["filename"], frame["line"]))
-                line = users_line(places) if places else ""
+                line = next(users_lines(places)) if places else ""
                 reserved = Block(start, end, owner, is_free, line)
                 found.append(reserved)
         return found

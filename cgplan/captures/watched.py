@@ -14,6 +14,7 @@ from __future__ import annotations
 import gc
 import re
 import time
+import traceback
 import weakref
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -28,7 +29,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from cgplan.backends import GraphBackend, select_backend
 from cgplan.backends.backend import captured, forget_capture, note_capture, watches
-from cgplan.backends.blame import blamed_line
+from cgplan.backends.blame import places_of, users_lines
 from cgplan.backends.graph_nodes import Launch, OperatorLog
 from cgplan.backends.replacing import replaced, shared
 from cgplan.captures.audit import (
@@ -121,10 +122,12 @@ class Places:
 
 @dataclass(eq=False)
 class WatchedGraph:
-    """``places``: at its capture, or shortly before."""
+    """``stack``: lines of the user's code, the innermost first. ``places``: at its capture, or
+    shortly before.
+    """
 
     name: str
-    line: str
+    stack: tuple[str, ...]
     pool: Any
     places: Places
     launches: list[Launch]
@@ -202,9 +205,10 @@ class GraphWatch:
         """A graph was captured."""
         if self not in _open:
             return
+        frames = places_of(traceback.walk_stack(None))
         watched = WatchedGraph(
             f"graph {self._count}",
-            blamed_line(),
+            tuple(users_lines(frames)),
             pool,
             self._recent_places(),
             launches,
@@ -257,7 +261,8 @@ class GraphWatch:
         for storage, name in watched.reads:
             if storage.expired():
                 raise AuditError(
-                    f"{watched.name}, captured at {watched.line}, reads {name}, which was freed",
+                    f"{watched.name}, captured at {watched.stack[0]}, reads {name}, which was "
+                    "freed",
                     remedy="Keep what graphs read, and write into it; capture again where it was "
                     "replaced.",
                 )
@@ -385,7 +390,8 @@ class GraphWatch:
             records.append(
                 WatchedRecord(
                     name=graph.key.name,
-                    line=graph.key.line,
+                    line=graph.key.stack[0],
+                    stack=graph.key.stack,
                     nodes=len(graph.nodes.names),
                     opaque=graph.nodes.opaque,
                     words=kinds.total(),

@@ -275,6 +275,7 @@ class WatchedRecord(Record):
 
     name: str
     line: str  # of its capture
+    stack: tuple[str, ...] = ()  # from that line outwards, without torch and cgplan
     nodes: int
     opaque: int
     words: int

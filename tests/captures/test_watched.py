@@ -120,7 +120,10 @@ def test_a_graph_whose_memory_lives_has_no_stale_pointer(
         report = watch.check()
         assert len(report.graphs) >= 1
         assert not report.stale
-        assert __file__ in report.graphs[0].line
+        graph = report.graphs[0]
+        assert __file__ in graph.line
+        assert graph.stack[0] == graph.line
+        assert any("replay = capture(model, device)" in line for line in graph.stack[1:])
         names = {owner.name for owner in report.owners}
         assert {"Model.layers[1].qkv.weight", "Model.scale", "Model.cache"} <= names
         assert "All pointers are live" in render_text(report)
