@@ -11,7 +11,7 @@ from cgplan.cli.options import Loads, ModeChoice, Objective
 from cgplan.config import Config, with_values
 from cgplan.errors import BudgetError, ModeError, PlanError, StepTimeError, TrafficError
 from cgplan.modes import CUDAGraphMode
-from cgplan.optimizer.evidence import ServicePoint
+from cgplan.optimizer.evidence import ASKED_FOR, ServicePoint
 from cgplan.optimizer.propose import ALIKE, Case, Request, choose
 from cgplan.planning import Plan, build_plan
 from cgplan.traffic.histogram import Service, Traffic
@@ -92,6 +92,7 @@ class Planner:
         self._one_list = one_list
         self._apart = apart
         self._higher = list[Traffic]()
+        self._today: Plan | None = None
         self._modes = MODES
         if apart or times.full_of_decode:  # FULL graphs run decode alone
             self._modes = [mode for mode in MODES if mode.mixed_mode() is not CUDAGraphMode.FULL]
@@ -117,6 +118,7 @@ class Planner:
         """
         self._check_slo()
         asked = config
+        self._today = build_plan(asked)
         notes = list[str]()
         is_best = self._loads.mode is ModeChoice.best
         if is_best:
@@ -172,6 +174,7 @@ class Planner:
             "insurance": INSURANCE if loads.insurance is None else loads.insurance,
             "worst": loads.objective is Objective.worst,
             "one_list": self._one_list,
+            "today": self._today,
         }
         known = self._times, self._priced.costs, self._priced.failed
         others = self._others(config)
@@ -444,7 +447,7 @@ class Planner:
         if requests is None:
             return
         eager = build_plan(_eager(config))
-        plans = {"plan": plan, "asked for": build_plan(config), "eager": eager}
+        plans = {"plan": plan, ASKED_FOR: build_plan(config), "eager": eager}
         for name, other in plans.items():
             service = self._service(config, other, requests)
             yield ServicePoint(name=name, graphs=len(other.keys), service=service)

@@ -8,15 +8,15 @@ from cgplan.config.values import Record
 from cgplan.planning.costs import GraphCosts
 from cgplan.planning.plan import LaneRecord, LeftOut
 from cgplan.traffic.histogram import Service
+from cgplan.units import counted
 
+ASKED_FOR = "asked for"
 NO_BATCH = "no batch would run in it"
 Limit = Literal["max_graphs", "memory", "capture_time"]
 
 
-def ladder_words(name: str, *, whose: bool = False) -> str:
-    if name == "configured":
-        return "the configured sizes" + "'" * whose
-    return f"the {name} ladder" + "'s" * whose
+def ladder_words(name: str) -> str:
+    return "the configured sizes" if name == "configured" else f"the {name} ladder"
 
 
 def of_costs(costs: GraphCosts | None) -> dict[str, Any]:
@@ -55,7 +55,7 @@ class ParetoPoint(Record):
 
 
 class LadderPoint(ParetoPoint):
-    """A ladder, or the sizes that the configuration lists, on the same traffic.
+    """A ladder, the sizes that the configuration lists, or the graphs asked for in another mode.
 
     Attributes:
         unused: Graphs that run no batch.
@@ -73,6 +73,14 @@ class LadderPoint(ParetoPoint):
     no_gain: bool = False
     decode_us: float | None = None
     mixed_us: float | None = None
+
+    @property
+    def words(self) -> str:
+        if self.name == ASKED_FOR:
+            asked = f"the {self.graphs} graphs asked for"
+            return asked if self.graphs else "no graphs, as asked for"
+        whose = "'" if self.name == "configured" else "'s"
+        return f"{ladder_words(self.name)}{whose} {counted(self.graphs, 'graph')}"
 
 
 class ServicePoint(Record):

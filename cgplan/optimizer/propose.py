@@ -24,6 +24,7 @@ from cgplan.config.values import Record
 from cgplan.errors import BudgetError, PlanError
 from cgplan.modes import CUDAGraphMode, Key
 from cgplan.optimizer.evidence import (
+    ASKED_FOR,
     NO_BATCH,
     Evidence,
     Expected,
@@ -191,6 +192,7 @@ class Request:
         worst: Minimise the largest regret over the traffics, that is step over best step of as many
             graphs, not the mean step.
         one_list: All lanes have the same sizes, as far as they may hold them.
+        today: The graphs asked for, maybe in another mode.
     """
 
     config: Config
@@ -202,6 +204,7 @@ class Request:
     beside: Loads = ()
     worst: bool = False
     one_list: bool = False
+    today: Plan | None = None
 
     @cached_property
     def base(self) -> Plan:
@@ -258,11 +261,13 @@ class Request:
     @cached_property
     def ladders(self) -> dict[str, Plan]:
         """Plans of the ladders that fit the configuration, by name; ``configured`` for the sizes
-        that it lists.
+        that it lists, first the graphs asked for in another mode.
         """
         config = self.config
         compilation = config.compilation
         found = {}
+        if self.today and self.today.mode is not self.base.mode:
+            found[ASKED_FOR] = self.today
         most = compilation.max_cudagraph_capture_size
         if self.asked == "configured":
             most = None
@@ -596,7 +601,8 @@ class Case:
                 "without it they bound the capture alone, which drops what does not fit"
             )
         price = curve.price(plan.keys)
-        asked = next((point for point in ladders if point.name == request.asked), None)
+        compared = ASKED_FOR, request.asked
+        asked = next((point for point in ladders if point.name in compared), None)
         if asked is not None:
             warnings += self._memory_grows(price["bytes"], asked)
         points = map(curve.point, range(1, curve.last() + 1))
@@ -872,8 +878,8 @@ class Case:
         more = nbytes - ladder.bytes
         if more > max(MUCH_MEMORY * ladder.bytes, 1 << 20):
             yield (
-                f"these graphs take {format_bytes(more)} more memory than "
-                f"{ladder_words(ladder.name, whose=True)}: budget.memory bounds them (--memory)"
+                f"these graphs take {format_bytes(more)} more memory than {ladder.words}: "
+                "budget.memory bounds them (--memory)"
             )
 
     def _verdict(self, ladder: LadderPoint | None) -> str:
@@ -888,7 +894,7 @@ class Case:
         expected = self.run.expected_us
         if ladder is None:
             return f"{format_microseconds(expected)} a step with {graphs}"
-        theirs = f"with {ladder_words(ladder.name, whose=True)} {counted(ladder.graphs, 'graph')}"
+        theirs = f"with {ladder.words}"
         unchanged = self.curve.alone.infinite_us - self._changeable_us
         changed = max(ladder.expected_us - unchanged, EXACT)
         change = (expected - ladder.expected_us) / changed

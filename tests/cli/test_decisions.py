@@ -447,11 +447,21 @@ def test_rows_name_the_steps_that_were_not_measured(home: Path) -> None:
     assert re.search(r"extrapolated, as larger than those measured: .*\d+\.\d% of the steps", shown)
 
 
-def test_the_first_line_tells_another_mode_from_the_graphs_that_were_asked_for() -> None:
-    assert " asked for)" not in good(*GIVEN, "--mode", "keep").stdout
-    decode = ("--set", "compilation.cudagraph_mode=FULL_DECODE_ONLY", "--mode", "best")
-    first = good(*GIVEN, *decode).stdout.partition(",")[0]
-    assert re.search(r"vllm ladder's (\d+) in mode FULL\w* \((?!\1)\d+ asked for\)", first)
+@pytest.mark.parametrize("mode", ["NONE", "FULL_DECODE_ONLY"])
+def test_the_plan_is_compared_with_the_graphs_that_were_asked_for(mode: str) -> None:
+    assert "asked for" not in good(*GIVEN, "--mode", "keep").stdout.partition("What requests")[0]
+    given = (*GIVEN, "--set", f"compilation.cudagraph_mode={mode}", "--mode", "best")
+    plan = plan_of(*given)
+    assert str(plan.mode) != mode
+    assert plan.evidence is not None
+    asked = plan.evidence["ladders"][0]
+    assert (asked["name"], asked["graphs"]) == ("asked for", plan.evidence["service"][1]["graphs"])
+    theirs = "no graphs, as asked for"
+    if asked["graphs"]:
+        theirs = f"the {asked['graphs']} graphs asked for"
+    assert f"shorter than with {theirs}, with {len(plan.keys)} graphs" in plan.evidence["verdict"]
+    shown = unwrapped(good(*given).stdout)
+    assert shown.startswith(f"Plan: {len(plan.keys)} graphs instead of {theirs}; --costs tells")
 
 
 def test_tensorrt_gets_the_whole_budget_for_decode(home: Path) -> None:

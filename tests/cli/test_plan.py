@@ -171,7 +171,9 @@ def test_plan_for_traffic_finds_its_sizes(home: Path) -> None:
     table = [" ".join(line.split()) for line in shown.splitlines()]
     at = table.index("batch of (tokens) is padded to padding rows at most")
     assert table[at + 2 : at + 5] == ["1 to 2 2 1", "3 to 7 7 4", "above 7 no graph -"]
-    assert table[0].startswith("Plan: 2 graphs instead of the configured sizes' 3; --costs tells")
+    assert table[0].startswith(
+        "Plan: 2 graphs instead of the configured sizes' 3 graphs; --costs tells"
+    )
     assert table.index("Why") < at
 
 
@@ -556,7 +558,7 @@ def test_the_answer_for_the_traffic_of_the_readme_fits_on_one_screen(
     shown = good(*command).stdout.splitlines()
     assert len(shown) <= 45
     assert re.match(
-        r"Plan: \d+ graphs instead of the vllm ladder's 35; --costs tells start-up time and memory",
+        r"Plan: \d+ graphs instead of the vllm ladder's 35 graphs; --costs tells start-up time and memory",
         shown[0],
     )
     assert any(line.startswith("  step times  default, of another model: ") for line in shown[:5])
