@@ -423,7 +423,7 @@ class Planner:
         points = [point.model_dump(mode="json") for point in self._points(config, plan, miss)]
         if miss is not None and len(self._requests) > 1:
             notes.append(f"of {len(self._requests)} loads {miss.requests.source}: {miss.text}")
-        notes += self._saved(config, plan)
+        notes += self._as_kv_cache(config, plan)
         notes += self._other_bounds(config, self._shown(miss))
         if plan.draft_keys:
             notes.append(
@@ -490,26 +490,28 @@ class Planner:
                 if gains:
                     yield f"{name} {value} instead of {bound}: {gains}"
 
-    def _saved(
+    def _as_kv_cache(
         self,
         config: Config,
         plan: Plan,
     ) -> Iterator[str]:
-        """What the memory that the plan saves is worth as KV cache."""
+        """What the memory that the plan saves or takes is worth as KV cache."""
         costs = self._priced.costs
-        each = self._loads.kv_token_bytes
-        if costs is None or each is None or plan.predicted is None:
+        each = self._loads.kv_token_bytes or self._priced.kv_token_bytes
+        if costs is None or not each or plan.predicted is None:
             return
         asked = costs.of(build_plan(config).keys)
-        saved = asked.total_bytes - plan.predicted.total_bytes
-        if saved <= 0:
+        more = plan.predicted.total_bytes - asked.total_bytes
+        if not more:
             return
+        tokens = abs(more) // each
         text = (
-            f"{format_bytes(saved)} less than the graphs asked for are {saved // each:,} tokens of "
-            "KV cache"
+            f"{format_bytes(abs(more))} {'more' if more > 0 else 'less'} than the graphs asked for "
+            f"are {tokens:,} tokens of KV cache"
         )
         if self._loads.kv_cache_tokens:
-            text += f", {saved // each / self._loads.kv_cache_tokens:.1%} more"
+            share = tokens / self._loads.kv_cache_tokens
+            text += f", {share:.1%} {'fewer' if more > 0 else 'more'}"
         yield text
 
 

@@ -877,9 +877,10 @@ class Case:
             return
         more = nbytes - ladder.bytes
         if more > max(MUCH_MEMORY * ladder.bytes, 1 << 20):
+            theirs = math.ceil(ladder.bytes / 2**20)
             yield (
                 f"these graphs take {format_bytes(more)} more memory than {ladder.words}: "
-                "budget.memory bounds them (--memory)"
+                f"--memory {theirs}MiB (budget.memory) plans for no more"
             )
 
     def _verdict(self, ladder: LadderPoint | None) -> str:

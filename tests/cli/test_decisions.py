@@ -278,6 +278,34 @@ def test_a_full_kv_cache_makes_requests_wait() -> None:
     assert ttft[0] < ttft[1]
 
 
+@pytest.mark.parametrize(
+    ("memory", "words", "change"), [("400MiB", "less", "more"), ("4GiB", "more", "fewer")]
+)
+def test_memory_of_graphs_is_told_as_tokens_of_kv_cache(
+    home: Path, memory: str, words: str, change: str
+) -> None:
+    """50 GiB for 1,000,000 tokens, by vLLM's log: 53,687 bytes a token."""
+    start = Path(__file__).parents[1] / "data" / "vllm_start.log"
+    size = "INFO [kv_cache_utils.py:1] GPU KV cache size: 1,000,000 tokens\n"
+    (home / "start.log").write_text(start.read_text() + size)
+    command = (*GIVEN, "--mode", "keep", "--memory", memory, "--costs", "start.log")
+    told = decisions(plan_of(*command, "--kv-cache-tokens", "1000000"))
+    pattern = (
+        r"(.+) [MG]iB (\w+) than the graphs asked for are ([\d,]+) tokens of KV cache, .*% (\w+)"
+    )
+    found = re.search(pattern, told)
+    assert found is not None, told
+    assert (found[2], found[4]) == (words, change)
+    unit = 2**30 if "GiB" in found[0] else 2**20
+    tokens = int(found[3].replace(",", ""))
+    assert tokens == pytest.approx(float(found[1]) * unit / 53_687, rel=0.02)
+    given = re.search(
+        r"are ([\d,]+) tokens", decisions(plan_of(*command, "--kv-token-bytes", "100000"))
+    )
+    assert given is not None
+    assert int(given[1].replace(",", "")) == pytest.approx(tokens * 0.53687, abs=1)
+
+
 def test_packed_traces(home: Path) -> None:
     packed = [part.replace("trace.csv", "trace.csv.gz") for part in GIVEN]
     assert plan_of(*packed, "--max-graphs", "8").keys == plan_of(*GIVEN, "--max-graphs", "8").keys
