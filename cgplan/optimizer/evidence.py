@@ -188,6 +188,7 @@ class Evidence(Record):
     Attributes:
         costs_source, costs_notes: Where memory and seconds come from, and how they may differ from
             this configuration's; None: not known, as ``bytes`` and ``seconds`` then.
+        step_times: ``StepTimes`` in JSON, which a check takes unless it is given others.
         unbounded: Limits of the budget that could not bound the plan, because costs are not known.
         rule: How the number of graphs was chosen, in words.
         insurance: Share of the steps in what was planned for that the traffic need not show.
@@ -253,6 +254,7 @@ class Evidence(Record):
     service: tuple[ServicePoint, ...] = ()
     slo_missed: str | None = None
     decisions: tuple[str, ...] = ()
+    step_times: dict[str, Any] | None = None
 
     def as_point(self, name: str) -> LadderPoint:
         """The plan's own figures, as a row beside ladders."""

@@ -646,6 +646,7 @@ class Case:
             one_list=request.one_list,
             apart=run.traffic.apart,
             loads=tuple(self._loads()),
+            step_times=run.times.model_dump(mode="json"),
         )
 
     def _loads(self) -> Iterator[LoadPoint]:

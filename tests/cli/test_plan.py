@@ -287,6 +287,20 @@ def test_a_check_takes_several_loads(home: Path) -> None:
         assert wrong[0] in told.stderr
 
 
+def test_a_check_takes_the_step_times_of_the_plan(home: Path) -> None:
+    plan = plan_of(*use_traffic(home), "--max-graphs", "2", "--output", "plan.json")
+    check = ("plan", "check", "plan.json", "--json", "--traffic", "traffic.csv")
+    same = PlanCheck.model_validate_json(good(*check).stdout)
+    assert same.times_source == "times.csv"
+    assert same.points[0].expected_us == pytest.approx(plan.expected_us)
+    (home / "others.csv").write_text("mode,num_tokens,microseconds\nNONE,1,900\nFULL,1,100\n")
+    other = "the plan was made with other step times: times.csv"
+    for times, is_told in (("others.csv", True), ("times.csv", False)):
+        found = PlanCheck.model_validate_json(good(*check, "--step-times", times).stdout)
+        assert found.times_source == times
+        assert (other in found.notes) is is_told
+
+
 def test_options_without_effect_are_errors(home: Path) -> None:
     use_traffic(home)
     one = ("--traffic", "traffic.csv", "--step-times", "times.csv")
