@@ -31,8 +31,7 @@ INSURANCE = 0.1  # if none is asked for
 HIGHER_LOADS = (2.0, 4.0)  # of a robust plan
 OTHER_SHARES = (0.1, 0.05, 0.025)  # of the steps, for each other load; the first that
 GIVEN_UP = 0.003  # makes the mean step of the load itself at most so much longer
-# requests, beyond which what they get is shown for an SLO alone, other bounds are not tried, and
-# first plans and modes are of so many
+# requests, beyond which less is shown and tried; first plans and modes are of so many
 LARGE = 200_000
 MOST = 128  # graphs that an SLO is tried with
 # Changes of a figure by other bounds: worth a word, too large a loss, and none
@@ -417,9 +416,7 @@ class Planner:
         notes: list[str],
         miss: Miss | None,
     ) -> Plan:
-        """The plan with what requests get by it, by the ladder and mode that ``config`` asks for,
-        and without graphs.
-        """
+        """The plan with what requests get, and why it is as it is."""
         points = [point.model_dump(mode="json") for point in self._points(config, plan, miss)]
         if miss is not None and len(self._requests) > 1:
             notes.append(f"of {len(self._requests)} loads {miss.requests.source}: {miss.text}")

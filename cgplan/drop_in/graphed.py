@@ -263,12 +263,18 @@ class Graphed:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self.__dict__["_wrapped"], name)
-        if name == "generate":
+        if name != "generate" or not callable(value):
+            return value
+
+        @functools.wraps(value)
+        def generate(*args: Any, **kwargs: Any) -> Any:
             self._calls.tell_once(
                 "generate runs the model's own code: "
                 "cgplan.graphed_generate(model, max_cache_len=...) sets up graphs"
             )
-        return value
+            return value(*args, **kwargs)
+
+        return generate
 
     def __setattr__(
         self,
@@ -462,8 +468,7 @@ def graphed_generate(
     that came twice before. Calls without ``past_key_values`` get a static cache of
     ``max_cache_len`` tokens, which is kept: one for each of the last 8 numbers of rows.
 
-    Calls that need another cache (beams, assistants, ``use_cache=False``, a returned cache,
-    autocast, a call inside another) are the model's own, and find no graph.
+    Calls that need another cache are the model's own, and tell why.
 
     Args:
         options: As of ``graphed``, but ``dynamic``.
@@ -528,10 +533,19 @@ class _Generate:
             return default if found is None else found
 
         prompt = inputs if inputs is not None else given.get("input_ids")
-        is_other = any(map(setting, _OTHER_CACHES)) or setting("num_beams", 1) > 1
-        # a static cache has one dtype
-        is_other |= torch.is_autocast_enabled(model.device.type)
-        if prompt is None or is_other or not setting("use_cache", True):
+        other = list(filter(setting, _OTHER_CACHES))
+        if setting("num_beams", 1) > 1:
+            other.append("num_beams")
+        if not setting("use_cache", True):
+            other.append("use_cache=False")
+        if torch.is_autocast_enabled(model.device.type):
+            other.append("autocast")  # a static cache has one dtype
+        if other:
+            self._tell(
+                f"generate with {' and '.join(other)} has a cache of its own: leave that out "
+                "for graphs"
+            )
+        if prompt is None or other:
             return own(model, inputs, generation_config, *others, **given)
         length = prompt.shape[1]
         longest = length + setting("max_new_tokens", 0)
@@ -554,6 +568,9 @@ class _Generate:
             finally:
                 self._is_running = False
 
+    def _tell(self, text: str) -> None:
+        vars(self._model.forward)["_calls"].tell_once(text)
+
     def _cache_of(self, rows: int) -> Any:
         from transformers import StaticCache
 
@@ -565,6 +582,11 @@ class _Generate:
                 self._caches.pop(next(iter(self._caches)))
             made: Any = StaticCache
             cache = made(self._model.config, max_cache_len=self._max_cache_len)
+            if any(cache.is_sliding):
+                self._tell(
+                    "no graph serves a sliding window: for shorter texts, if all layers have "
+                    "one, set config.sliding_window = None before"
+                )
         self._caches[key] = cache  # the last one used
         cache.reset()
         return cache
