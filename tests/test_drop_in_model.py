@@ -441,6 +441,19 @@ def test_autocast_is_part_of_a_call(backend: GraphBackend, net: Net) -> None:
             assert ready(g, net, x).dtype is torch.bfloat16
 
 
+def test_explain_tells_grad_mode_and_autocast_apart(backend: GraphBackend, net: Net) -> None:
+    g = cgplan.graphed(net)
+    x = rows(backend, 2)
+    for is_grad, is_cast in ((True, False), (False, False), (False, True)):
+        autocast = torch.autocast(backend.device.type, torch.bfloat16, enabled=is_cast)
+        for _ in range(3):
+            with torch.set_grad_enabled(is_grad), autocast:
+                g(x)
+    told = g.explain()
+    for note, count in (("grad mode", 1), ("no_grad", 2), ("autocast torch.bfloat16", 1)):
+        assert told.count(note) == count, told
+
+
 def test_inside_another_runner_the_model_itself_runs(backend: GraphBackend, net: Net) -> None:
     g, x = cgplan.graphed(net), rows(backend, 3)
     ready(g, net, x)

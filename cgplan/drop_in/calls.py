@@ -473,7 +473,11 @@ class Calls:
             self._exact.add(call.form)
             kind = self._inference.kind(call, device, is_exact=True)
         kind.state = state
-        kind.autocast = call.tail.autocast
+        tail = call.tail
+        kind.notes.append("grad mode" if tail.is_grad else "no_grad")
+        if tail.autocast:
+            kind.notes.append(f"autocast {tail.autocast}")
+        kind.autocast = tail.autocast
         self._kinds.setdefault(call.form, []).append(kind)
         return kind
 
