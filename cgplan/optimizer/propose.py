@@ -119,8 +119,7 @@ def choose(request: Request) -> Case:
     would, and are as good as the configured sizes or ladder and as vLLM's: at most 0.1% longer for
     each traffic, and at most 1% for what is insured: other traffic, batches that none shows.
 
-    LoRA cases with the same step times are planned as one, the largest of them. A key counts as one
-    graph, whatever its segments.
+    A key counts as one graph, whatever its segments.
 
     Raises:
         ModeError, PlanError: as ``build_plan`` does; or batches have several sizes, see
@@ -591,7 +590,7 @@ class Case:
             lower_us = min(lower_us, run.expected_us)
         lost = problem.total_of(self.best.chosen) - lower
         ladders = [self._ladder(name, ladder) for name, ladder in request.ladders.items()]
-        warnings = [*run.traffic.warnings]
+        warnings = [*run.times.warnings, *run.traffic.warnings]
         unbounded = self._unbounded
         if unbounded:
             names = [f"budget.{name}" for name in unbounded]

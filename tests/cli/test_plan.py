@@ -520,6 +520,17 @@ def test_plan_says_whose_step_times_it_uses(home: Path) -> None:
         assert ("measured with another configuration" in notes) == told
 
 
+@pytest.mark.parametrize(("unit", "is_told"), [(1e-3, True), (1, False), (1e3, True)])
+def test_step_times_in_another_unit_are_told(home: Path, unit: float, is_told: bool) -> None:
+    times = {"NONE": 14000, "FULL": 4500}
+    rows = "".join(f"{mode},1,{time * unit}\n" for mode, time in times.items())
+    (home / "unit.csv").write_text(f"mode,num_tokens,microseconds\n{rows}")
+    evidence = plan_of(*use_traffic(home)[:-1], "unit.csv").evidence
+    assert evidence is not None
+    told = "times the default: is the unit right?" in " ".join(evidence["warnings"])
+    assert told is is_told
+
+
 def test_saved_step_times_are_read_again(home: Path) -> None:
     command = use_traffic(home)
     times = StepTimes.load("times.csv")
