@@ -441,6 +441,18 @@ def test_autocast_is_part_of_a_call(backend: GraphBackend, net: Net) -> None:
             assert ready(g, net, x).dtype is torch.bfloat16
 
 
+def test_eager_calls_are_counted_by_reason(backend: GraphBackend, net: Net) -> None:
+    g = cgplan.graphed(net)
+    for _ in range(4):
+        g(rows(backend, 2))
+    g.train()
+    g(rows(backend, 2))
+    assert g.eager_calls == {
+        "the first calls of a kind": 2,
+        "the model is in training mode; call .eval() for graphs": 1,
+    }
+
+
 def test_explain_tells_grad_mode_and_autocast_apart(backend: GraphBackend, net: Net) -> None:
     g = cgplan.graphed(net)
     x = rows(backend, 2)

@@ -65,8 +65,8 @@ def _forward(
 class Graphed:
     """A model or a function that runs by captured graphs, as ``graphed`` promises.
 
-    It has the model's attributes, and owns graphs, pool and static buffers, not the model. Pickles
-    hold no graphs. Calls from several threads run one after the other.
+    It has the model's attributes, and owns graphs, pool and static buffers. Pickles hold no graphs.
+    Calls from several threads run one after the other.
     """
 
     _calls: Calls
@@ -172,10 +172,15 @@ class Graphed:
             )
         return next(kind for kind in self._calls.kinds if kind.runner is runners[0])
 
-    def explain(self) -> str:
-        """What was inferred of calls, the graphs, and why calls ran eagerly.
+    @property
+    def eager_calls(self) -> dict[str, int]:
+        """Calls that the model's own code answered, by reason."""
+        return dict(self._calls.eager)
 
-        A row of the table is a kind of calls, with what sets it apart from the others.
+    def explain(self) -> str:
+        """What was inferred, the graphs, and why calls ran eagerly.
+
+        A row is a kind of calls, with what sets it apart from the others.
         """
         calls = self._calls
         graphs = sum(len(runner.plan.keys) for runner in calls.runners)
