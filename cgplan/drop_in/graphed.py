@@ -10,7 +10,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MethodType
+from types import EllipsisType, MethodType
 from typing import Any, Literal, Self, cast
 
 import torch
@@ -368,7 +368,7 @@ class GraphedModule(Graphed, nn.Module):
 
 
 def graphed(
-    model: Callable[..., Any] | None = None,
+    model: Callable[..., Any] | EllipsisType = ...,
     *,
     sizes: Sequence[int] | str | None = None,
     max_size: int | None = None,
@@ -456,7 +456,7 @@ def graphed(
             g.warm_up(*example)
         return g
 
-    return made if model is None else made(model)
+    return made if model is ... else made(model)
 
 
 def graphed_generate(
