@@ -823,7 +823,7 @@ def test_nothing_varies_with_an_empty_dynamic(backend: GraphBackend) -> None:
 
 @pytest.mark.parametrize("model", [None, 3, nn.Linear])
 def test_what_is_no_model_is_refused(model: Any) -> None:
-    with pytest.raises(ConfigError, match="graphed was given .*, which is no model"):
+    with pytest.raises(ConfigError, match=r"graphed was given .*, which is no model"):
         cgplan.graphed(model)
     assert callable(cgplan.graphed(sizes=[1]))
 
