@@ -428,6 +428,7 @@ class StepTimes(Record):
     )
     full_of_decode: bool = False
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     @classmethod
     def measured(
@@ -509,20 +510,6 @@ class StepTimes(Record):
                 return _saved(text, path)
             found.setdefault(form or TABLE, []).append(raw)
         return _of_rows(found, path)
-
-    @property
-    def warnings(self) -> list[str]:
-        """One, if the first points are far from the default ones."""
-        for curve in self.curves:
-            size, time = curve.points[0]
-            likeness = time / DEFAULT_POINTS[curve.mode, 0][1]
-            if not 1 / FAR < likeness < FAR:
-                return [
-                    f"{_name(curve.mode)} at {counted(size, 'token')} takes "
-                    f"{format_microseconds(time)}, {likeness:.2g} times the default: is the unit "
-                    "right?"
-                ]
-        return []
 
     def notes_for(
         self,
@@ -760,7 +747,17 @@ def _of_rows(
     if any(run.is_prefill for run in runs):
         notes.append("prefill counts as eager steps, where it has more tokens than all decode")
     pick = max if TABLE in found else median
-    return _of_runs(kept, pick, path, ", ".join([*sources, str(path)]), notes)
+    times = _of_runs(kept, pick, path, ", ".join([*sources, str(path)]), notes)
+    warnings = []
+    for curve in times.curves:
+        size, time = curve.points[0]
+        likeness = time / DEFAULT_POINTS[curve.mode, 0][1]
+        if not 1 / FAR < likeness < FAR:
+            warnings.append(
+                f"{_name(curve.mode)} at {counted(size, 'token')} takes "
+                f"{format_microseconds(time)}, {likeness:.2g} times the default: is the unit right?"
+            )
+    return times.model_copy(update={"warnings": tuple(warnings[:1])})
 
 
 def _of_runs(

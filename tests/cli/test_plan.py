@@ -527,8 +527,9 @@ def test_step_times_in_another_unit_are_told(home: Path, unit: float, is_told: b
     (home / "unit.csv").write_text(f"mode,num_tokens,microseconds\n{rows}")
     evidence = plan_of(*use_traffic(home)[:-1], "unit.csv").evidence
     assert evidence is not None
-    told = "times the default: is the unit right?" in " ".join(evidence["warnings"])
-    assert told is is_told
+    told = "times the default: is the unit right?"
+    assert (told in " ".join(evidence["warnings"])) is is_told
+    assert " ".join(evidence["warnings"]).count(told) <= 1
 
 
 def test_saved_step_times_are_read_again(home: Path) -> None:
