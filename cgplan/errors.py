@@ -11,10 +11,14 @@ def first_line(error: BaseException) -> str:
 
 
 def did_you_mean(
-    name: str, known: Iterable[str], form: str = "Did you mean {!r}? ", most: int = 1
+    name: str,
+    known: Iterable[str],
+    form: str = "Did you mean {!r}? ",
+    most: int = 1,
+    cutoff: float = 0.6,
 ) -> str:
     """The ``most`` nearest names in ``form``; empty: none is near."""
-    near = get_close_matches(name, list(known), most)
+    near = get_close_matches(name, list(known), most, cutoff)
     return form.format(" or ".join(near)) if near else ""
 
 

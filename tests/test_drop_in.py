@@ -821,6 +821,13 @@ def test_nothing_varies_with_an_empty_dynamic(backend: GraphBackend) -> None:
     assert sizes(g) == {2, 3}
 
 
+@pytest.mark.parametrize("model", [None, 3, nn.Linear])
+def test_what_is_no_model_is_refused(model: Any) -> None:
+    with pytest.raises(ConfigError, match=r"graphed was given .*, which is no model"):
+        cgplan.graphed(model)
+    assert callable(cgplan.graphed(sizes=[1]))
+
+
 def test_wrong_dynamic(backend: GraphBackend) -> None:
     with pytest.raises(ConfigError, match="names no dimension"):
         cgplan.graphed(lambda x: x, dynamic={"x": {0: torch.export.Dim.AUTO}})

@@ -441,6 +441,31 @@ def test_autocast_is_part_of_a_call(backend: GraphBackend, net: Net) -> None:
             assert ready(g, net, x).dtype is torch.bfloat16
 
 
+def test_eager_calls_are_counted_by_reason(backend: GraphBackend, net: Net) -> None:
+    g = cgplan.graphed(net)
+    for _ in range(4):
+        g(rows(backend, 2))
+    g.train()
+    g(rows(backend, 2))
+    assert g.eager_calls == {
+        "the first calls of a kind": 2,
+        "the model is in training mode; call .eval() for graphs": 1,
+    }
+
+
+def test_explain_tells_grad_mode_and_autocast_apart(backend: GraphBackend, net: Net) -> None:
+    g = cgplan.graphed(net)
+    x = rows(backend, 2)
+    for is_grad, is_cast in ((True, False), (False, False), (False, True)):
+        autocast = torch.autocast(backend.device.type, torch.bfloat16, enabled=is_cast)
+        for _ in range(3):
+            with torch.set_grad_enabled(is_grad), autocast:
+                g(x)
+    told = g.explain()
+    for note, count in (("grad mode", 1), ("no_grad", 2), ("autocast torch.bfloat16", 1)):
+        assert told.count(note) == count, told
+
+
 def test_inside_another_runner_the_model_itself_runs(backend: GraphBackend, net: Net) -> None:
     g, x = cgplan.graphed(net), rows(backend, 3)
     ready(g, net, x)
@@ -905,5 +930,42 @@ def test_generate_that_graphs_do_not_see_is_told(
 ) -> None:
     lm = decoder(backend)
     prompt = torch.randint(2, 200, (2, 9), device=backend.device)
-    cgplan.graphed(lm).generate(prompt, max_new_tokens=2)
+    g = cgplan.graphed(lm)
+    assert hasattr(g, "generate")
+    assert "max_cache_len=...) sets up graphs" not in caplog.text
+    for _ in range(2):
+        g.generate(prompt, max_new_tokens=2)
     assert caplog.text.count("max_cache_len=...) sets up graphs") == 1
+
+
+def test_generate_tells_why_it_finds_no_graph(backend: GraphBackend) -> None:
+    lm = decoder(backend)
+    prompt = torch.randint(2, 200, (2, 9), device=backend.device)
+    g = cgplan.graphed_generate(lm, max_cache_len=32)
+    lm.generate(prompt, max_new_tokens=12, return_dict_in_generate=True, num_beams=2)
+    lm.generate(prompt, max_new_tokens=12, use_cache=False)
+    told = g.explain()
+    assert "generate with return_dict_in_generate and num_beams has a cache of its own" in told
+    assert "generate with use_cache=False has a cache of its own" in told
+    assert "another state at each call, DynamicCache: graphs need one object whose" in told
+
+
+@pytest.mark.parametrize("window", [16, None])
+def test_generate_with_a_sliding_window(backend: GraphBackend, window: int | None) -> None:
+    """Texts within the window are the same without it, and have graphs."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    ends = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
+    widths = {"vocab_size": 200, "hidden_size": 32, "intermediate_size": 64}
+    config = MistralConfig(**widths, **heads, **ends, sliding_window=16)
+    lm = MistralForCausalLM(config).to(backend.device).eval()
+    prompt = torch.randint(2, 200, (2, 5), device=backend.device)
+    wanted = lm.generate(prompt, max_new_tokens=8, do_sample=False)
+    lm.config.sliding_window = window
+    g = cgplan.graphed_generate(lm, max_cache_len=16)
+    for _ in range(2):
+        assert torch.equal(lm.generate(prompt, max_new_tokens=8, do_sample=False), wanted)
+    assert (replays(g) > 0) is (window is None)
+    told = "no graph serves a sliding window: for shorter texts"
+    assert (told in g.explain()) is (window is not None)

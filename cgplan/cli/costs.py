@@ -32,6 +32,7 @@ class Priced(NamedTuple):
     costs: GraphCosts | None
     machine: Machine | None = None  # of the measurement, with a GPU
     failed: Mapping[Key, str] = MappingProxyType({})  # keys of the report without a graph, and why
+    kv_token_bytes: int = 0  # if known
 
     def plan_of(self, plan: Plan) -> Plan:
         """The plan with the cost of its graphs."""
@@ -51,7 +52,8 @@ def costs_of(loaded: LoadedConfig, given: str | None) -> Priced:
     text = read_text(given, ReportError, _REMEDY)
     log = StartLog.parse(text)
     if log:
-        return Priced(MeasuredCosts.from_vllm_log(log, loaded.config, given))
+        costs = MeasuredCosts.from_vllm_log(log, loaded.config, given)
+        return Priced(costs, kv_token_bytes=log.kv_token_bytes)
     if not text.lstrip().startswith("{"):
         raise ReportError(
             f"{given}: neither JSON nor a log of vLLM with `Graph capturing finished`",

@@ -11,7 +11,7 @@ from cgplan.cli.options import Loads, ModeChoice, Objective
 from cgplan.config import Config, with_values
 from cgplan.errors import BudgetError, ModeError, PlanError, StepTimeError, TrafficError
 from cgplan.modes import CUDAGraphMode
-from cgplan.optimizer.evidence import ServicePoint
+from cgplan.optimizer.evidence import ASKED_FOR, ServicePoint
 from cgplan.optimizer.propose import ALIKE, Case, Request, choose
 from cgplan.planning import Plan, build_plan
 from cgplan.traffic.histogram import Service, Traffic
@@ -31,8 +31,7 @@ INSURANCE = 0.1  # if none is asked for
 HIGHER_LOADS = (2.0, 4.0)  # of a robust plan
 OTHER_SHARES = (0.1, 0.05, 0.025)  # of the steps, for each other load; the first that
 GIVEN_UP = 0.003  # makes the mean step of the load itself at most so much longer
-# requests, beyond which what they get is shown for an SLO alone, other bounds are not tried, and
-# first plans and modes are of so many
+# requests, beyond which less is shown and tried; first plans and modes are of so many
 LARGE = 200_000
 MOST = 128  # graphs that an SLO is tried with
 # Changes of a figure by other bounds: worth a word, too large a loss, and none
@@ -92,6 +91,7 @@ class Planner:
         self._one_list = one_list
         self._apart = apart
         self._higher = list[Traffic]()
+        self._today: Plan | None = None
         self._modes = MODES
         if apart or times.full_of_decode:  # FULL graphs run decode alone
             self._modes = [mode for mode in MODES if mode.mixed_mode() is not CUDAGraphMode.FULL]
@@ -117,6 +117,7 @@ class Planner:
         """
         self._check_slo()
         asked = config
+        self._today = build_plan(asked)
         notes = list[str]()
         is_best = self._loads.mode is ModeChoice.best
         if is_best:
@@ -172,6 +173,7 @@ class Planner:
             "insurance": INSURANCE if loads.insurance is None else loads.insurance,
             "worst": loads.objective is Objective.worst,
             "one_list": self._one_list,
+            "today": self._today,
         }
         known = self._times, self._priced.costs, self._priced.failed
         others = self._others(config)
@@ -414,13 +416,11 @@ class Planner:
         notes: list[str],
         miss: Miss | None,
     ) -> Plan:
-        """The plan with what requests get by it, by the ladder and mode that ``config`` asks for,
-        and without graphs.
-        """
+        """The plan with what requests get, and why it is as it is."""
         points = [point.model_dump(mode="json") for point in self._points(config, plan, miss)]
         if miss is not None and len(self._requests) > 1:
             notes.append(f"of {len(self._requests)} loads {miss.requests.source}: {miss.text}")
-        notes += self._saved(config, plan)
+        notes += self._as_kv_cache(config, plan)
         notes += self._other_bounds(config, self._shown(miss))
         if plan.draft_keys:
             notes.append(
@@ -444,7 +444,7 @@ class Planner:
         if requests is None:
             return
         eager = build_plan(_eager(config))
-        plans = {"plan": plan, "asked for": build_plan(config), "eager": eager}
+        plans = {"plan": plan, ASKED_FOR: build_plan(config), "eager": eager}
         for name, other in plans.items():
             service = self._service(config, other, requests)
             yield ServicePoint(name=name, graphs=len(other.keys), service=service)
@@ -487,26 +487,28 @@ class Planner:
                 if gains:
                     yield f"{name} {value} instead of {bound}: {gains}"
 
-    def _saved(
+    def _as_kv_cache(
         self,
         config: Config,
         plan: Plan,
     ) -> Iterator[str]:
-        """What the memory that the plan saves is worth as KV cache."""
+        """What the memory that the plan saves or takes is worth as KV cache."""
         costs = self._priced.costs
-        each = self._loads.kv_token_bytes
-        if costs is None or each is None or plan.predicted is None:
+        each = self._loads.kv_token_bytes or self._priced.kv_token_bytes
+        if costs is None or not each or plan.predicted is None:
             return
         asked = costs.of(build_plan(config).keys)
-        saved = asked.total_bytes - plan.predicted.total_bytes
-        if saved <= 0:
+        more = plan.predicted.total_bytes - asked.total_bytes
+        if not more:
             return
+        tokens = abs(more) // each
         text = (
-            f"{format_bytes(saved)} less than the graphs asked for are {saved // each:,} tokens of "
-            "KV cache"
+            f"{format_bytes(abs(more))} {'more' if more > 0 else 'less'} than the graphs asked for "
+            f"are {tokens:,} tokens of KV cache"
         )
         if self._loads.kv_cache_tokens:
-            text += f", {saved // each / self._loads.kv_cache_tokens:.1%} more"
+            share = tokens / self._loads.kv_cache_tokens
+            text += f", {share:.1%} {'fewer' if more > 0 else 'more'}"
         yield text
 
 

@@ -253,7 +253,7 @@ def plan_diff(
 
 @command(
     plans,
-    "cgplan plan check plan.json --traffic tomorrow.csv --step-times bench.json --max-regret 1%",
+    "cgplan plan check plan.json --traffic tomorrow.csv --max-regret 1%",
     name="check",
 )
 def plan_check(

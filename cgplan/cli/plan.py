@@ -160,6 +160,11 @@ def run_check(
     apart = False
     if plan.evidence:
         made = Evidence.model_validate(plan.evidence)
+        if made.step_times and not loads.step_times:
+            times = times.model_validate(made.step_times)
+        elif times.source != made.times_source:
+            other = f"the plan was made with other step times: {made.times_source}"
+            times = times.model_copy(update={"notes": (other, *times.notes)})
         rules = {"insurance": made.insurance, "one_list": made.one_list}
         apart = made.apart
     sources = _sources(config, loads, plan)

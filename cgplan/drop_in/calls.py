@@ -288,7 +288,11 @@ class Calls:
         family = self._families.setdefault(family_form, Family())
         if family.skips_a_call():
             reason = "an object argument is in another state at each call"
-            self.tell_once(f"{reason}: pass the same one each time, or its tensors")
+            kinds = {type(value).__name__ for value in objects_in(call.form)}
+            self.tell_once(
+                f"{reason}, {' or '.join(sorted(kinds))}: graphs need one object whose Python "
+                "values and shapes stay, such as a static cache without windows"
+            )
             return self._run_model(reason, args, kwargs)
         kind, sizes = self._kind_of(family, call)
         is_eager = self._settings.compilation.capture_policy == "eager"
@@ -469,7 +473,11 @@ class Calls:
             self._exact.add(call.form)
             kind = self._inference.kind(call, device, is_exact=True)
         kind.state = state
-        kind.autocast = call.tail.autocast
+        tail = call.tail
+        kind.notes.append("grad mode" if tail.is_grad else "no_grad")
+        if tail.autocast:
+            kind.notes.append(f"autocast {tail.autocast}")
+        kind.autocast = tail.autocast
         self._kinds.setdefault(call.form, []).append(kind)
         return kind
 

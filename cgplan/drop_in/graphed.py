@@ -10,7 +10,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MethodType
+from types import EllipsisType, MethodType
 from typing import Any, Literal, Self, cast
 
 import torch
@@ -65,8 +65,8 @@ def _forward(
 class Graphed:
     """A model or a function that runs by captured graphs, as ``graphed`` promises.
 
-    It has the model's attributes, and owns graphs, pool and static buffers, not the model. Pickles
-    hold no graphs. Calls from several threads run one after the other.
+    It has the model's attributes, and owns graphs, pool and static buffers. Pickles hold no graphs.
+    Calls from several threads run one after the other.
     """
 
     _calls: Calls
@@ -172,10 +172,15 @@ class Graphed:
             )
         return next(kind for kind in self._calls.kinds if kind.runner is runners[0])
 
-    def explain(self) -> str:
-        """What was inferred of calls, the graphs, and why calls ran eagerly.
+    @property
+    def eager_calls(self) -> dict[str, int]:
+        """Calls that the model's own code answered, by reason."""
+        return dict(self._calls.eager)
 
-        A row of the table is a kind of calls, with what sets it apart from the others.
+    def explain(self) -> str:
+        """What was inferred, the graphs, and why calls ran eagerly.
+
+        A row is a kind of calls, with what sets it apart from the others.
         """
         calls = self._calls
         graphs = sum(len(runner.plan.keys) for runner in calls.runners)
@@ -263,12 +268,18 @@ class Graphed:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self.__dict__["_wrapped"], name)
-        if name == "generate":
+        if name != "generate" or not callable(value):
+            return value
+
+        @functools.wraps(value)
+        def generate(*args: Any, **kwargs: Any) -> Any:
             self._calls.tell_once(
                 "generate runs the model's own code: "
                 "cgplan.graphed_generate(model, max_cache_len=...) sets up graphs"
             )
-        return value
+            return value(*args, **kwargs)
+
+        return generate
 
     def __setattr__(
         self,
@@ -357,7 +368,7 @@ class GraphedModule(Graphed, nn.Module):
 
 
 def graphed(
-    model: Callable[..., Any] | None = None,
+    model: Callable[..., Any] | EllipsisType = ...,
     *,
     sizes: Sequence[int] | str | None = None,
     max_size: int | None = None,
@@ -445,7 +456,7 @@ def graphed(
             g.warm_up(*example)
         return g
 
-    return made if model is None else made(model)
+    return made if model is ... else made(model)
 
 
 def graphed_generate(
@@ -462,8 +473,7 @@ def graphed_generate(
     that came twice before. Calls without ``past_key_values`` get a static cache of
     ``max_cache_len`` tokens, which is kept: one for each of the last 8 numbers of rows.
 
-    Calls that need another cache (beams, assistants, ``use_cache=False``, a returned cache,
-    autocast, a call inside another) are the model's own, and find no graph.
+    Calls that need another cache are the model's own, and tell why.
 
     Args:
         options: As of ``graphed``, but ``dynamic``.
@@ -528,10 +538,19 @@ class _Generate:
             return default if found is None else found
 
         prompt = inputs if inputs is not None else given.get("input_ids")
-        is_other = any(map(setting, _OTHER_CACHES)) or setting("num_beams", 1) > 1
-        # a static cache has one dtype
-        is_other |= torch.is_autocast_enabled(model.device.type)
-        if prompt is None or is_other or not setting("use_cache", True):
+        other = list(filter(setting, _OTHER_CACHES))
+        if setting("num_beams", 1) > 1:
+            other.append("num_beams")
+        if not setting("use_cache", True):
+            other.append("use_cache=False")
+        if torch.is_autocast_enabled(model.device.type):
+            other.append("autocast")  # a static cache has one dtype
+        if other:
+            self._tell(
+                f"generate with {' and '.join(other)} has a cache of its own: leave that out "
+                "for graphs"
+            )
+        if prompt is None or other:
             return own(model, inputs, generation_config, *others, **given)
         length = prompt.shape[1]
         longest = length + setting("max_new_tokens", 0)
@@ -554,6 +573,9 @@ class _Generate:
             finally:
                 self._is_running = False
 
+    def _tell(self, text: str) -> None:
+        vars(self._model.forward)["_calls"].tell_once(text)
+
     def _cache_of(self, rows: int) -> Any:
         from transformers import StaticCache
 
@@ -565,6 +587,11 @@ class _Generate:
                 self._caches.pop(next(iter(self._caches)))
             made: Any = StaticCache
             cache = made(self._model.config, max_cache_len=self._max_cache_len)
+            if any(cache.is_sliding):
+                self._tell(
+                    "no graph serves a sliding window: for shorter texts, if all layers have "
+                    "one, set config.sliding_window = None before"
+                )
         self._caches[key] = cache  # the last one used
         cache.reset()
         return cache

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cgplan.errors import InputError, ModelError, first_line
+from cgplan.errors import InputError, ModelError, did_you_mean, first_line
 from cgplan.models.loading import find_file, parse_dtype
 
 try:
@@ -22,6 +22,7 @@ except ImportError as error:
         f"model target transformers: {error}", remedy="Install it: pip install cgplan[transformers]"
     ) from error
 
+_NEAR = 0.85  # other tools' keys are less alike
 _ATTENTION_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -193,12 +194,18 @@ def read_config(config: Mapping[str, Any] | None, config_file: str | None) -> An
             remedy="Give a model_type such as qwen3 or llama.",
         )
     try:
-        return CONFIG_MAPPING[kind].from_dict(dict(config))
+        found = CONFIG_MAPPING[kind].from_dict(dict(config))
+        usual = CONFIG_MAPPING[kind]()
     except Exception as error:
         raise ModelError(
             f"{where} does not describe a {kind}: {error}",
             remedy="Compare it with a published config.json.",
         ) from error
+    for name in map(str, config):
+        hint = did_you_mean(name, vars(usual), cutoff=_NEAR)
+        if hint and config_file is None and not hasattr(usual, name):
+            raise ModelError(f"{where}: unknown key {name!r}", remedy=f"{hint}Or remove it.")
+    return found
 
 
 def build(

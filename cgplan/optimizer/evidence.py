@@ -8,15 +8,15 @@ from cgplan.config.values import Record
 from cgplan.planning.costs import GraphCosts
 from cgplan.planning.plan import LaneRecord, LeftOut
 from cgplan.traffic.histogram import Service
+from cgplan.units import counted
 
+ASKED_FOR = "asked for"
 NO_BATCH = "no batch would run in it"
 Limit = Literal["max_graphs", "memory", "capture_time"]
 
 
-def ladder_words(name: str, *, whose: bool = False) -> str:
-    if name == "configured":
-        return "the configured sizes" + "'" * whose
-    return f"the {name} ladder" + "'s" * whose
+def ladder_words(name: str) -> str:
+    return "the configured sizes" if name == "configured" else f"the {name} ladder"
 
 
 def of_costs(costs: GraphCosts | None) -> dict[str, Any]:
@@ -55,7 +55,7 @@ class ParetoPoint(Record):
 
 
 class LadderPoint(ParetoPoint):
-    """A ladder, or the sizes that the configuration lists, on the same traffic.
+    """A ladder, the sizes that the configuration lists, or the graphs asked for in another mode.
 
     Attributes:
         unused: Graphs that run no batch.
@@ -73,6 +73,14 @@ class LadderPoint(ParetoPoint):
     no_gain: bool = False
     decode_us: float | None = None
     mixed_us: float | None = None
+
+    @property
+    def words(self) -> str:
+        if self.name == ASKED_FOR:
+            asked = f"the {self.graphs} graphs asked for"
+            return asked if self.graphs else "no graphs, as asked for"
+        whose = "'" if self.name == "configured" else "'s"
+        return f"{ladder_words(self.name)}{whose} {counted(self.graphs, 'graph')}"
 
 
 class ServicePoint(Record):
@@ -180,6 +188,7 @@ class Evidence(Record):
     Attributes:
         costs_source, costs_notes: Where memory and seconds come from, and how they may differ from
             this configuration's; None: not known, as ``bytes`` and ``seconds`` then.
+        step_times: ``StepTimes`` in JSON, which a check takes unless it is given others.
         unbounded: Limits of the budget that could not bound the plan, because costs are not known.
         rule: How the number of graphs was chosen, in words.
         insurance: Share of the steps in what was planned for that the traffic need not show.
@@ -245,6 +254,7 @@ class Evidence(Record):
     service: tuple[ServicePoint, ...] = ()
     slo_missed: str | None = None
     decisions: tuple[str, ...] = ()
+    step_times: dict[str, Any] | None = None
 
     def as_point(self, name: str) -> LadderPoint:
         """The plan's own figures, as a row beside ladders."""

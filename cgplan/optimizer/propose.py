@@ -24,6 +24,7 @@ from cgplan.config.values import Record
 from cgplan.errors import BudgetError, PlanError
 from cgplan.modes import CUDAGraphMode, Key
 from cgplan.optimizer.evidence import (
+    ASKED_FOR,
     NO_BATCH,
     Evidence,
     Expected,
@@ -118,8 +119,7 @@ def choose(request: Request) -> Case:
     would, and are as good as the configured sizes or ladder and as vLLM's: at most 0.1% longer for
     each traffic, and at most 1% for what is insured: other traffic, batches that none shows.
 
-    LoRA cases with the same step times are planned as one, the largest of them. A key counts as one
-    graph, whatever its segments.
+    A key counts as one graph, whatever its segments.
 
     Raises:
         ModeError, PlanError: as ``build_plan`` does; or batches have several sizes, see
@@ -191,6 +191,7 @@ class Request:
         worst: Minimise the largest regret over the traffics, that is step over best step of as many
             graphs, not the mean step.
         one_list: All lanes have the same sizes, as far as they may hold them.
+        today: The graphs asked for, maybe in another mode.
     """
 
     config: Config
@@ -202,6 +203,7 @@ class Request:
     beside: Loads = ()
     worst: bool = False
     one_list: bool = False
+    today: Plan | None = None
 
     @cached_property
     def base(self) -> Plan:
@@ -258,11 +260,13 @@ class Request:
     @cached_property
     def ladders(self) -> dict[str, Plan]:
         """Plans of the ladders that fit the configuration, by name; ``configured`` for the sizes
-        that it lists.
+        that it lists, first the graphs asked for in another mode.
         """
         config = self.config
         compilation = config.compilation
         found = {}
+        if self.today and self.today.mode is not self.base.mode:
+            found[ASKED_FOR] = self.today
         most = compilation.max_cudagraph_capture_size
         if self.asked == "configured":
             most = None
@@ -586,7 +590,7 @@ class Case:
             lower_us = min(lower_us, run.expected_us)
         lost = problem.total_of(self.best.chosen) - lower
         ladders = [self._ladder(name, ladder) for name, ladder in request.ladders.items()]
-        warnings = [*run.traffic.warnings]
+        warnings = [*run.times.warnings, *run.traffic.warnings]
         unbounded = self._unbounded
         if unbounded:
             names = [f"budget.{name}" for name in unbounded]
@@ -596,7 +600,8 @@ class Case:
                 "without it they bound the capture alone, which drops what does not fit"
             )
         price = curve.price(plan.keys)
-        asked = next((point for point in ladders if point.name == request.asked), None)
+        compared = ASKED_FOR, request.asked
+        asked = next((point for point in ladders if point.name in compared), None)
         if asked is not None:
             warnings += self._memory_grows(price["bytes"], asked)
         points = map(curve.point, range(1, curve.last() + 1))
@@ -640,6 +645,7 @@ class Case:
             one_list=request.one_list,
             apart=run.traffic.apart,
             loads=tuple(self._loads()),
+            step_times=run.times.model_dump(mode="json"),
         )
 
     def _loads(self) -> Iterator[LoadPoint]:
@@ -871,9 +877,10 @@ class Case:
             return
         more = nbytes - ladder.bytes
         if more > max(MUCH_MEMORY * ladder.bytes, 1 << 20):
+            theirs = math.ceil(ladder.bytes / 2**20)
             yield (
-                f"these graphs take {format_bytes(more)} more memory than "
-                f"{ladder_words(ladder.name, whose=True)}: budget.memory bounds them (--memory)"
+                f"these graphs take {format_bytes(more)} more memory than {ladder.words}: "
+                f"--memory {theirs}MiB (budget.memory) plans for no more"
             )
 
     def _verdict(self, ladder: LadderPoint | None) -> str:
@@ -888,7 +895,7 @@ class Case:
         expected = self.run.expected_us
         if ladder is None:
             return f"{format_microseconds(expected)} a step with {graphs}"
-        theirs = f"with {ladder_words(ladder.name, whose=True)} {counted(ladder.graphs, 'graph')}"
+        theirs = f"with {ladder.words}"
         unchanged = self.curve.alone.infinite_us - self._changeable_us
         changed = max(ladder.expected_us - unchanged, EXACT)
         change = (expected - ladder.expected_us) / changed

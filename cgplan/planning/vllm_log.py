@@ -39,6 +39,7 @@ _ADVICE = re.compile(
     rf"is \(([\d.]+), [\d.]+ GiB\)\.[^`]*{_OPTION}{_OPTION}Current kv cache memory in use is "
     r"(-?[\d.]+) GiB"
 )
+_KV_TOKENS = re.compile(r"GPU KV cache size: ([\d,]+) tokens")
 _RESERVES = "CUDA graph memory profiling is enabled"
 _CAPTURES = re.compile(
     rf"{_START}.*?'cudagraph_mode': <CUDAGraphMode\.(\w+).*?'cudagraph_capture_sizes': (\[[\d, "
@@ -64,6 +65,7 @@ class StartLog:
         advice: The numbers of vLLM's line on ``--kv-cache-memory``.
         version: Of vLLM; empty if the log does not tell it.
         largest: Capture size, if known.
+        kv_token_bytes: Of the KV cache, by ``advice``; 0 if not known.
     """
 
     seconds: float
@@ -74,6 +76,7 @@ class StartLog:
     advice: tuple[float, ...]
     version: str = ""
     largest: int = 0
+    kv_token_bytes: int = 0
 
     @classmethod
     def parse(cls, text: str) -> StartLog | None:
@@ -98,6 +101,11 @@ class StartLog:
         for mode, first, _, each in _BY_MODE.findall(text):
             by_mode[CUDAGraphMode[mode]] = float(first) * MIB, float(each) * MIB
         advice = [tuple(map(float, found)) for found in _ADVICE.findall(text)]
+        advised = min(advice, key=itemgetter(3), default=())
+        tokens = _KV_TOKENS.search(text)
+        kv_bytes = 0.0
+        if advised and tokens:
+            kv_bytes = advised[-1] * GIB / int(tokens[1].replace(",", ""))
         version = _VERSION.search(text)
         captures = _CAPTURES.search(text)
         sizes = json.loads(captures[2]) if captures else []
@@ -107,9 +115,10 @@ class StartLog:
             graphs=graphs,
             reserved=round(reserved * GIB),
             by_mode=by_mode,
-            advice=min(advice, key=itemgetter(3), default=()),
+            advice=advised,
             version=version[1] if version else "",
             largest=max(sizes, default=0),
+            kv_token_bytes=round(kv_bytes),
         )
 
     @property

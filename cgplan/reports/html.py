@@ -52,6 +52,7 @@ from cgplan.reports.run_tables import (
     STALE,
     WATCHED,
     baselines,
+    bench_notes,
     captured,
     coverage,
     dangling,
@@ -204,7 +205,7 @@ def _bench(report: BenchReport) -> Page:
             ("keys", str(len(capture.records))),
             *_costs(capture.total_bytes, capture.session_seconds),
         ],
-        labelled("warning", capture.warnings),
+        list(bench_notes(report)),
         [*_of_bench(report), *_of_capture(capture)],
     )
 

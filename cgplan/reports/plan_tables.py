@@ -14,13 +14,13 @@ from rich.text import Text
 
 from cgplan.modes import CUDAGraphMode
 from cgplan.optimizer.evidence import (
+    ASKED_FOR,
     Evidence,
     LadderPoint,
     LoadPoint,
     PaddingMap,
     PlanCheck,
     SizeUse,
-    ladder_words,
 )
 from cgplan.planning import Plan
 from cgplan.planning.costs import Predicted
@@ -184,13 +184,11 @@ def _headline(plan: Plan, evidence: Evidence) -> str:
     asked = plan.config.get("compilation", {}).get("cudagraph_capture_sizes") or "vllm"
     if not isinstance(asked, str):
         asked = "configured"
-    ladder = next((ladder for ladder in evidence.ladders if ladder.name == asked), None)
+    names = ASKED_FOR, asked
+    ladder = next((ladder for ladder in evidence.ladders if ladder.name in names), None)
     graphs = counted(len(plan.keys), "graph")
-    if ladder and ladder.graphs:
-        graphs += f" instead of {ladder_words(asked, whose=True)} {ladder.graphs}"
-    for point in evidence.service:
-        if ladder and point.name == "asked for" and point.graphs != ladder.graphs:
-            graphs += f" in mode {plan.mode} ({point.graphs} asked for)"
+    if ladder and (plan.keys or ladder.graphs):
+        graphs += f" instead of {ladder.words}"
     cost = plan.predicted
     if not cost:
         hint = "; --costs tells start-up time and memory" if ladder else ""

@@ -430,13 +430,17 @@ def _range(values: Sequence[float], spec: str = ".3g") -> str:
 
 def _bench_rows(report: BenchReport) -> Iterator[Fact]:
     capture = report.capture
-    backend = report.environment.backend
     yield from head_rows(capture.plan)[:-1]  # the table below has the sizes
     yield "times", f"median and p99 of {report.repeats} calls; host: until the call returned"
     adapters = {r.descriptor.num_active_loras for r in report.records if r.descriptor.has_lora}
     if adapters:
         yield "LoRA", f"graphs for {', '.join(map(str, sorted(adapters)))} active adapters"
     yield from _floor_rows(report.floor)
+    yield from bench_notes(report)
+
+
+def bench_notes(report: BenchReport) -> Iterator[Fact]:
+    capture = report.capture
     if report.repeats < 100:
         yield "note", f"of {report.repeats} calls, p99 is close to the slowest one"
     replays = [record.replay for record in report.records if record.replay]
@@ -446,6 +450,7 @@ def _bench_rows(report: BenchReport) -> Iterator[Fact]:
     slower = ", ".join(str(record.num_tokens) for record in report.records if record.is_slower)
     if report.environment.is_tape:
         about = "the CPU stand-in; a GPU's speed-up is another matter"
+        backend = report.environment.backend
         yield "note", f"all figures come from {backend}, {about}"
     elif slower:
         longer = "graphs take the device longer than the model's own code at"

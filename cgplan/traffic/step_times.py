@@ -40,7 +40,7 @@ from cgplan.traffic.rows import (
     raw_rows,
     sized_rows,
 )
-from cgplan.units import grouped
+from cgplan.units import counted, format_microseconds, grouped
 
 # Microseconds by tokens that ran, by (runtime mode, LoRA case).
 Points = Mapping[tuple[CUDAGraphMode, int], Mapping[int, float]]
@@ -56,6 +56,7 @@ LORA_OVERHEAD = 0.1
 PIECEWISE_SHARE = 0.25
 WORTH_A_NOTE = 0.05  # relative change of a measured point
 FEW = 16  # tokens
+FAR = 200  # times as long, or as short
 FULL_OF_DECODE = "FULL graphs were timed for uniform decode alone: mixed batches may take longer"
 _OF_LOG = (
     "steps are medians of what vLLM's engine waited for one; its sizes and mode tell which "
@@ -401,9 +402,8 @@ class StepTimes(Record):
     """Microseconds of a step, by runtime mode; nondecreasing in the tokens that run, with padding.
 
     Times are linear between points. Beyond the last point of a mode they have its last slope, and
-    eager and PIECEWISE steps take at least as long as a FULL graph, which does the same work on the
-    device. A graph saves less there by what eager steps grow: the device bounds those. A FULL graph
-    saves no more over a PIECEWISE one.
+    eager and PIECEWISE steps take at least as long as a FULL graph. A graph saves less there by
+    what eager steps grow. A FULL graph saves no more over a PIECEWISE one.
 
     A LoRA case takes the time of the next larger case that was measured, else of the largest, else
     ``1 + lora_overhead`` times that without adapters. PIECEWISE below its first point, or without
@@ -428,6 +428,7 @@ class StepTimes(Record):
     )
     full_of_decode: bool = False
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     @classmethod
     def measured(
@@ -746,7 +747,17 @@ def _of_rows(
     if any(run.is_prefill for run in runs):
         notes.append("prefill counts as eager steps, where it has more tokens than all decode")
     pick = max if TABLE in found else median
-    return _of_runs(kept, pick, path, ", ".join([*sources, str(path)]), notes)
+    times = _of_runs(kept, pick, path, ", ".join([*sources, str(path)]), notes)
+    warnings = []
+    for curve in times.curves:
+        size, time = curve.points[0]
+        likeness = time / DEFAULT_POINTS[curve.mode, 0][1]
+        if not 1 / FAR < likeness < FAR:
+            warnings.append(
+                f"{_name(curve.mode)} at {counted(size, 'token')} takes "
+                f"{format_microseconds(time)}, {likeness:.2g} times the default: is the unit right?"
+            )
+    return times.model_copy(update={"warnings": tuple(warnings[:1])})
 
 
 def _of_runs(

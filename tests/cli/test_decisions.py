@@ -278,6 +278,34 @@ def test_a_full_kv_cache_makes_requests_wait() -> None:
     assert ttft[0] < ttft[1]
 
 
+@pytest.mark.parametrize(
+    ("memory", "words", "change"), [("400MiB", "less", "more"), ("4GiB", "more", "fewer")]
+)
+def test_memory_of_graphs_is_told_as_tokens_of_kv_cache(
+    home: Path, memory: str, words: str, change: str
+) -> None:
+    """50 GiB for 1,000,000 tokens, by vLLM's log: 53,687 bytes a token."""
+    start = Path(__file__).parents[1] / "data" / "vllm_start.log"
+    size = "INFO [kv_cache_utils.py:1] GPU KV cache size: 1,000,000 tokens\n"
+    (home / "start.log").write_text(start.read_text() + size)
+    command = (*GIVEN, "--mode", "keep", "--memory", memory, "--costs", "start.log")
+    told = decisions(plan_of(*command, "--kv-cache-tokens", "1000000"))
+    pattern = (
+        r"(.+) [MG]iB (\w+) than the graphs asked for are ([\d,]+) tokens of KV cache, .*% (\w+)"
+    )
+    found = re.search(pattern, told)
+    assert found is not None, told
+    assert (found[2], found[4]) == (words, change)
+    unit = 2**30 if "GiB" in found[0] else 2**20
+    tokens = int(found[3].replace(",", ""))
+    assert tokens == pytest.approx(float(found[1]) * unit / 53_687, rel=0.02)
+    given = re.search(
+        r"are ([\d,]+) tokens", decisions(plan_of(*command, "--kv-token-bytes", "100000"))
+    )
+    assert given is not None
+    assert int(given[1].replace(",", "")) == pytest.approx(tokens * 0.53687, abs=1)
+
+
 def test_packed_traces(home: Path) -> None:
     packed = [part.replace("trace.csv", "trace.csv.gz") for part in GIVEN]
     assert plan_of(*packed, "--max-graphs", "8").keys == plan_of(*GIVEN, "--max-graphs", "8").keys
@@ -447,11 +475,21 @@ def test_rows_name_the_steps_that_were_not_measured(home: Path) -> None:
     assert re.search(r"extrapolated, as larger than those measured: .*\d+\.\d% of the steps", shown)
 
 
-def test_the_first_line_tells_another_mode_from_the_graphs_that_were_asked_for() -> None:
-    assert " asked for)" not in good(*GIVEN, "--mode", "keep").stdout
-    decode = ("--set", "compilation.cudagraph_mode=FULL_DECODE_ONLY", "--mode", "best")
-    first = good(*GIVEN, *decode).stdout.partition(",")[0]
-    assert re.search(r"vllm ladder's (\d+) in mode FULL\w* \((?!\1)\d+ asked for\)", first)
+@pytest.mark.parametrize("mode", ["NONE", "FULL_DECODE_ONLY"])
+def test_the_plan_is_compared_with_the_graphs_that_were_asked_for(mode: str) -> None:
+    assert "asked for" not in good(*GIVEN, "--mode", "keep").stdout.partition("What requests")[0]
+    given = (*GIVEN, "--set", f"compilation.cudagraph_mode={mode}", "--mode", "best")
+    plan = plan_of(*given)
+    assert str(plan.mode) != mode
+    assert plan.evidence is not None
+    asked = plan.evidence["ladders"][0]
+    assert (asked["name"], asked["graphs"]) == ("asked for", plan.evidence["service"][1]["graphs"])
+    theirs = "no graphs, as asked for"
+    if asked["graphs"]:
+        theirs = f"the {asked['graphs']} graphs asked for"
+    assert f"shorter than with {theirs}, with {len(plan.keys)} graphs" in plan.evidence["verdict"]
+    shown = unwrapped(good(*given).stdout)
+    assert shown.startswith(f"Plan: {len(plan.keys)} graphs instead of {theirs}; --costs tells")
 
 
 def test_tensorrt_gets_the_whole_budget_for_decode(home: Path) -> None:

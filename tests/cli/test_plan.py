@@ -171,7 +171,9 @@ def test_plan_for_traffic_finds_its_sizes(home: Path) -> None:
     table = [" ".join(line.split()) for line in shown.splitlines()]
     at = table.index("batch of (tokens) is padded to padding rows at most")
     assert table[at + 2 : at + 5] == ["1 to 2 2 1", "3 to 7 7 4", "above 7 no graph -"]
-    assert table[0].startswith("Plan: 2 graphs instead of the configured sizes' 3; --costs tells")
+    assert table[0].startswith(
+        "Plan: 2 graphs instead of the configured sizes' 3 graphs; --costs tells"
+    )
     assert table.index("Why") < at
 
 
@@ -283,6 +285,20 @@ def test_a_check_takes_several_loads(home: Path) -> None:
         told = cgplan_command(*check, "--traffic", "a.csv", *wrong)
         assert told.exit_code == 2
         assert wrong[0] in told.stderr
+
+
+def test_a_check_takes_the_step_times_of_the_plan(home: Path) -> None:
+    plan = plan_of(*use_traffic(home), "--max-graphs", "2", "--output", "plan.json")
+    check = ("plan", "check", "plan.json", "--json", "--traffic", "traffic.csv")
+    same = PlanCheck.model_validate_json(good(*check).stdout)
+    assert same.times_source == "times.csv"
+    assert same.points[0].expected_us == pytest.approx(plan.expected_us)
+    (home / "others.csv").write_text("mode,num_tokens,microseconds\nNONE,1,900\nFULL,1,100\n")
+    other = "the plan was made with other step times: times.csv"
+    for times, is_told in (("others.csv", True), ("times.csv", False)):
+        found = PlanCheck.model_validate_json(good(*check, "--step-times", times).stdout)
+        assert found.times_source == times
+        assert (other in found.notes) is is_told
 
 
 def test_options_without_effect_are_errors(home: Path) -> None:
@@ -504,6 +520,18 @@ def test_plan_says_whose_step_times_it_uses(home: Path) -> None:
         assert ("measured with another configuration" in notes) == told
 
 
+@pytest.mark.parametrize(("unit", "is_told"), [(1e-3, True), (1, False), (1e3, True)])
+def test_step_times_in_another_unit_are_told(home: Path, unit: float, is_told: bool) -> None:
+    times = {"NONE": 14000, "FULL": 4500}
+    rows = "".join(f"{mode},1,{time * unit}\n" for mode, time in times.items())
+    (home / "unit.csv").write_text(f"mode,num_tokens,microseconds\n{rows}")
+    evidence = plan_of(*use_traffic(home)[:-1], "unit.csv").evidence
+    assert evidence is not None
+    told = "times the default: is the unit right?"
+    assert (told in " ".join(evidence["warnings"])) is is_told
+    assert " ".join(evidence["warnings"]).count(told) <= 1
+
+
 def test_saved_step_times_are_read_again(home: Path) -> None:
     command = use_traffic(home)
     times = StepTimes.load("times.csv")
@@ -556,7 +584,7 @@ def test_the_answer_for_the_traffic_of_the_readme_fits_on_one_screen(
     shown = good(*command).stdout.splitlines()
     assert len(shown) <= 45
     assert re.match(
-        r"Plan: \d+ graphs instead of the vllm ladder's 35; --costs tells start-up time and memory",
+        r"Plan: \d+ graphs instead of the vllm ladder's 35 graphs; --costs tells start-up time and memory",
         shown[0],
     )
     assert any(line.startswith("  step times  default, of another model: ") for line in shown[:5])

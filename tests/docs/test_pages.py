@@ -79,6 +79,13 @@ def test_the_blocks_of_a_page_run(page: str, desk: Path) -> None:
         assert made.capture.num_graphs == 0, "the last one freed what it captured"
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_pages_say_that_programs_are_in_the_repository(page: str) -> None:
+    text = PAGES[page].read_text(encoding="utf-8")
+    if "docs/examples/" in text or "](examples/" in text:
+        assert "repository" in text
+
+
 def test_pages_show_what_they_are_about() -> None:
     code = "".join(block.text for block in blocks_of("piecewise"))
     assert [name for name in SHOWN if name not in code] == []

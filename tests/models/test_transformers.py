@@ -191,6 +191,10 @@ def test_seed_decides_the_weights_and_leaves_the_callers_random_state() -> None:
         ({"config": QWEN3, "config_file": "x.json"}, "no file x.json"),
         ({"config": {"hidden_size": 4}}, "model_type"),
         ({"config": {"model_type": "qwen33"}}, "'qwen33'"),
+        (
+            {"config": {**QWEN3, "hiden_size": 64}},
+            "config: unknown key 'hiden_size'\n  remedy: Did you mean 'hidden_size'?",
+        ),
         ({"config": {"model_type": "vit"}}, "no causal LM"),
         ({"config": MAMBA, "attn_implementation": "sdpa"}, "no causal LM from mamba"),
         ({"config": MAMBA}, "layers of kind linear_attention"),

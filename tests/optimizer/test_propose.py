@@ -315,7 +315,7 @@ def test_the_number_of_graphs_binds() -> None:
 
 def test_graphs_that_take_more_memory_than_the_configured_ones_are_told() -> None:
     """Ten graphs up to 64 tokens: 62 MiB of pool and eight graphs of 2 MiB more."""
-    told = "these graphs take 78.0 MiB more memory than the configured sizes': budget.memory bounds them (--memory)"
+    told = "these graphs take 78.0 MiB more memory than the configured sizes' 2 graphs: --memory 106MiB (budget.memory) plans for no more"
     assert told in evidence_of(config_of(sizes=[1, 2]), costs=COSTS).warnings
     for same in (
         evidence_of(config_of(sizes=[16, 32, 48, 64]), costs=COSTS),

@@ -190,6 +190,22 @@ def test_two_reports_of_a_kind_share_curves_and_have_their_tables_beside_each_ot
     assert len(page.scripts) == 3
 
 
+def test_pages_tell_of_a_busy_machine() -> None:
+    bench: Any = REPORTS["h200"]
+    records = []
+    for record in bench.records:
+        replay = record.replay.model_copy(update={"p99": 9 * record.replay.median})
+        records.append(record.model_copy(update={"replay": replay}))
+    busy = bench.model_copy(update={"records": tuple(records)})
+    told = "the machine is busy: p99 of replays is 9 times their median"
+    for report, count in (
+        (bench, 0),
+        (busy, 1),
+        (Beside(reports={"a.json": busy, "b.json": busy}), 2),
+    ):
+        assert html_of(page_of(report), "").count(told) == count
+
+
 def test_a_section_that_one_of_two_reports_lacks_is_there_once() -> None:
     traffic, ladder = plan_named("plan_traffic"), plan_named("plan_ladder")
     page = page_of(Beside(reports={"ladder.json": ladder, "traffic.json": traffic}))

@@ -593,6 +593,14 @@ def test_wrong_files_of_other_programs(text: str, message: str) -> None:
         StepTimes.parse(text, "x")
 
 
+def test_a_table_may_be_in_another_unit_and_a_bench_may_not() -> None:
+    rows = HEADER + "NONE,1,14\nFULL,1,4\n"
+    (told,) = StepTimes.parse(rows, "times.csv").warnings
+    assert told == "eager at 1 token takes 14.0 us, 0.00097 times the default: is the unit right?"
+    small = bench(record(1, 14.0, "FULL", 4.0))
+    assert StepTimes.parse(json.dumps(small), "bench.json").warnings == ()
+
+
 def test_iterations_of_a_vllm_log_are_step_times() -> None:
     text = (Path(__file__).parents[1] / "data" / "vllm_start.log").read_text()
     times = StepTimes.parse(text, "vllm.log")

@@ -1,4 +1,4 @@
-"""An image classifier behind a web server: batches of 1 to 16 pictures, each served by the next larger graph."""
+"""An image classifier: batches of 1 to 16 pictures, as a web server has them, each served by the next larger graph."""
 
 import torch
 from transformers import ResNetConfig, ResNetForImageClassification
