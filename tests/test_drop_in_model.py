@@ -851,10 +851,12 @@ def test_transformers_generate_by_graphs(backend: GraphBackend) -> None:
     )
     default = lm.generate(prompt)
     assert default.shape == (2, 29)
-    from transformers import MambaConfig, MambaForCausalLM
+    from transformers import T5Config, T5ForConditionalGeneration
 
-    mamba = MambaForCausalLM(MambaConfig(vocab_size=20, hidden_size=16, num_hidden_layers=1))
-    for other in (Net(), mamba, 3, cgplan.graphed(lm)):
+    t5 = T5ForConditionalGeneration(
+        T5Config(vocab_size=20, d_model=16, d_kv=8, d_ff=16, num_layers=1)
+    )
+    for other in (Net(), t5, 3, cgplan.graphed(lm)):
         with pytest.raises(ConfigError, match="is not a decoder-only model of transformers"):
             cgplan.graphed_generate(other, max_cache_len=8)
     for length in (0, "64"):

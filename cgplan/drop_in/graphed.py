@@ -23,6 +23,7 @@ from cgplan.drop_in.inference import Settings
 from cgplan.drop_in.kinds import Kind
 from cgplan.drop_in.saved_call import config_text, target_of
 from cgplan.errors import CgplanError, ConfigError, InputError, did_you_mean
+from cgplan.models.loading import CACHE_ARGUMENTS, cache_argument
 from cgplan.reports.layout import Column, Grid, TextColumn, plain_text
 from cgplan.reports.records import CaptureReport
 from cgplan.runner.runner import GraphRunner
@@ -32,7 +33,7 @@ _MOST_CACHES = 8
 _NEW_TOKENS = 20  # of transformers' generate, without a setting
 # its settings that need another cache, or return it
 _OTHER_CACHES = (
-    "past_key_values",
+    *CACHE_ARGUMENTS,
     "cache_implementation",
     "assistant_model",
     "prompt_lookup_num_tokens",
@@ -485,11 +486,8 @@ def graphed_generate(
         raise ConfigError(
             f"max_cache_len is {max_cache_len!r:.80}", remedy="Give a number of tokens from 1."
         )
-    forward = getattr(model, "forward", None)
-    arguments = inspect.signature(forward).parameters if callable(forward) else {}
     is_decoder = not isinstance(model, Graphed) and hasattr(type(model), "generate")
-    is_decoder &= "past_key_values" in arguments
-    if not is_decoder or model.config.is_encoder_decoder:
+    if not is_decoder or not cache_argument(model) or model.config.is_encoder_decoder:
         raise ConfigError(
             f"{type(model).__name__} is not a decoder-only model of transformers",
             remedy="Pass a model as AutoModelForCausalLM.from_pretrained gives it, before graphed.",
@@ -566,7 +564,7 @@ class _Generate:
         with self._lock:
             if self._is_running:  # a logits processor generates: the cache is in use
                 return own(model, inputs, generation_config, *others, **given)
-            given["past_key_values"] = self._cache_of(rows)
+            given[cache_argument(model) or ""] = self._cache_of(rows)
             self._is_running = True
             try:
                 return own(model, inputs, generation_config, *others, **given)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from cgplan.errors import InputError, ModelError, did_you_mean, first_line
-from cgplan.models.loading import find_file, parse_dtype
+from cgplan.models.loading import CACHE_ARGUMENTS, cache_argument, find_file, parse_dtype
 
 try:
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
@@ -104,6 +104,7 @@ class RowDecoder(nn.Module):
         count = text.num_hidden_layers
         layers: list[Any] = [_RowLayer(max_batch_size, max_cache_len) for _ in range(count)]
         self.cache: Any = Cache(layers=layers)
+        self._cache_argument = cache_argument(model) or CACHE_ARGUMENTS[-1]
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """One decode step; returns logits [num_tokens, vocab_size] in the model's dtype.
@@ -133,8 +134,8 @@ class RowDecoder(nn.Module):
             input_ids=input_ids[:, None],
             position_ids=places[:, None],
             attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
-            past_key_values=self.cache,
             use_cache=True,
+            **{self._cache_argument: self.cache},
         )
         for layer in self.cache.layers:
             layer.slots = None  # no state of the model

@@ -24,6 +24,22 @@ _load_numbers = itertools.count()
 _SHAPE_OF_TARGET = "Write package.module:callable, path/to/file.py:callable, or transformers."
 
 
+# of transformers; 5.24 has the first one, and 5.17 the second
+CACHE_ARGUMENTS = ("cache", "past_key_values")
+
+
+def cache_argument(model: object) -> str | None:
+    """The name by which a model of transformers takes its cache."""
+    forward = getattr(type(model), "forward", None)
+    if not callable(forward):
+        return None
+    arguments = inspect.signature(forward).parameters
+    for name in CACHE_ARGUMENTS:
+        if name in arguments:
+            return name
+    return None
+
+
 class ForwardArgument(NamedTuple):
     name: str
     required: bool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from cgplan.errors import InputError, ModelError
 from cgplan.models.loading import load_model
 
 pytest.importorskip("transformers")
-from transformers import CONFIG_MAPPING, AutoModel
+from transformers import CONFIG_MAPPING, AutoModel, GPT2LMHeadModel
 
 CPU = torch.device("cpu")
 SHAPE: dict[str, Any] = {
@@ -294,6 +295,8 @@ T5 = {
     "num_heads": 4,
     "decoder_start_token_id": 0,
 }
+# from 5.24 on its argument has this name, and fewer models ask torch about captures
+IS_NEW = "cache" in inspect.signature(GPT2LMHeadModel.forward).parameters
 PLAIN: dict[
     str, tuple[dict[str, Any], tuple[str, ...], bool]
 ] = {  # the config, more inputs, whether it is told
@@ -303,7 +306,7 @@ PLAIN: dict[
     "llama, no cache": ({**KINDS["llama"], "use_cache": False}, (), True),
     "qwen3, mask": (QWEN3, MASK, True),
     "qwen3, mask and positions": (QWEN3, (*MASK, "position_ids"), True),
-    "opt": (KINDS["opt, learned positions"], (), True),
+    "opt": (KINDS["opt, learned positions"], (), not IS_NEW),
     "bert": ({"model_type": "bert", **TINY_BERT}, (), False),
     "bert, positions": ({"model_type": "bert", **TINY_BERT}, ("position_ids",), False),
     "bert, mask": ({"model_type": "bert", **TINY_BERT}, MASK, True),
@@ -379,5 +382,5 @@ def test_a_vision_model_is_captured_with_the_kernels_of_eager_calls(backend: Gra
             )
         found[bool(hidden)] = runner.report.records[0].nodes
         runner.close()
-    if backend.device.type == "cpu":
+    if backend.device.type == "cpu" and not IS_NEW:
         assert found[True] < found[False]  # no mask is built
