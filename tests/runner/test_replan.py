@@ -864,12 +864,12 @@ def test_a_plan_from_the_report_of_a_lazy_runner_knows_what_failed(tmp_path: Pat
         runner(x=rows(backend, count))
     report = tmp_path / "report.json"
     report.write_text(runner.report.model_dump_json(), encoding="utf-8")
-    costs, _, failed = costs_of(LoadedConfig(runner.config, {}, tmp_path), str(report))
-    assert costs is not None
-    assert {key[1].num_tokens: reason.split(":")[0] for key, reason in failed.items()} == {
+    priced = costs_of(LoadedConfig(runner.config, {}, tmp_path), str(report))
+    assert priced.costs is not None
+    assert {key[1].num_tokens: reason.split(":")[0] for key, reason in priced.failed.items()} == {
         4: "HostSyncError"
     }
-    plan = propose(runner.config, runner.stats.traffic(), TIMES, failed=failed).plan
+    plan = propose(runner.config, runner.stats.traffic(), TIMES, failed=priced.failed).plan
     assert plan.capture_sizes == (2, 16)
     runner.close()
 
