@@ -267,5 +267,5 @@ class Rehearsal:
     def refuse_value(self, mode: CUDAGraphMode) -> None:
         """Raise CaptureError if an input's value made something on first use."""
         read = self.footprints[mode].value_read
-        if read and self.put_back.has_made:
+        if read and self.put_back.made:
             refuse_first_use(f"a value for the host ({read})", self.put_back)
