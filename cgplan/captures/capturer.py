@@ -221,7 +221,7 @@ class Capturer:
             host_sync=None if found is None else found.host_sync,
             all_freed=not attempt.in_service,
         )
-        looks_again = rehearsal.note_failure(mode, failure if has_begun else None)
+        looks_again = rehearsal.forget_look(mode, failure if has_begun else None)
         # a verdict of ours stands after a warm-up, too
         is_verdict = type(error) is CaptureError or isinstance(failure, CaptureMemoryError)
         needs_warm_up = attempt.is_cold and not is_verdict

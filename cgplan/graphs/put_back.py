@@ -134,7 +134,7 @@ class PutBack:
         self._paths = defaultdict[str, _PathChanges](_PathChanges)
         self._count = 0  # of runs
         self._last_uncaptured = 0  # its number
-        self._first_after_restore = 0  # the first run that began from attributes put back
+        self._first_after_restore = 0  # a run that began from attributes put back
         self._copied = Counter[Outcome]()  # bytes
         self._keeps_first_use = True
         self.newly_written: list[str] = []
