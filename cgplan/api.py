@@ -105,10 +105,10 @@ def capture(
     folder = Path(config).parent if isinstance(config, str | Path) else None
     if config is None:
         config = validate_config({"model": {}, "device": device or "auto", **given})
-    elif isinstance(config, Mapping):
-        config = validate_config(config)
-    elif not isinstance(config, Config):
+    elif isinstance(config, str | Path):
         config = load_config(config)
+    elif not isinstance(config, Config):
+        config = validate_config(config)
     config = config.model_copy(update={"device": str(device or config.device)})
     plan = build_plan(config)
     backend = select_backend(config.device)

@@ -535,7 +535,7 @@ class GraphRunner:
         """
         self._check_open()
         self._refuse_sizes()
-        self.router.check_size(num_tokens)
+        num_tokens = self.router.check_size(num_tokens)
         most = min(num_tokens, self.plan.max_num_seqs)
         reqs = most if num_reqs is None else num_reqs
         if not 0 < reqs <= most:
