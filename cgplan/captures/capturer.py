@@ -90,7 +90,7 @@ class _Readings(NamedTuple):
 
 @dataclass
 class _Attempt:
-    """``before``: None until the capture begins, behind warm-ups."""
+    """``before``: None until the capture begins, after warm-ups."""
 
     key: Key
     in_service: bool

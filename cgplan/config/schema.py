@@ -376,7 +376,7 @@ class CompilationConfig(Section):
     `dims`.
     """
     boxes: tuple[tuple[Count, ...], ...] | None = None
-    """Combinations of sizes in the order of `dims` (behind num_tokens, if inputs count it). Absent:
+    """Combinations of sizes in the order of `dims` (after num_tokens, if inputs count it). Absent:
     all.
     """
     max_cudagraph_capture_size: BatchBound | None = None

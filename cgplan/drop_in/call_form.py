@@ -225,7 +225,7 @@ def same_tensors(tensors: Sequence[Tensor]) -> tuple[int, ...]:
 
 
 class Tail(NamedTuple):
-    """The last part of a form, behind the arguments."""
+    """The last part of a form, after the arguments."""
 
     same: tuple[int, ...]  # see same_tensors
     is_grad: bool
