@@ -122,9 +122,11 @@ def driver_bytes(backend: GraphBackend, before: MemoryReading, after: MemoryRead
 
 
 class Capturer:
-    """Attributes:
-    inspection_seconds: Time that served the report.
-    started_again: Why, if captures did.
+    """Captures keys with the warm-ups that they need.
+
+    Attributes:
+        inspection_seconds: Time that served the report.
+        started_again: Why, if captures did.
     """
 
     def __init__(self, graphs: ModelGraphs) -> None:
