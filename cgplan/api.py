@@ -16,7 +16,7 @@ from cgplan.captures.captured_keys import Progress
 from cgplan.captures.model_forward import BeforeKey
 from cgplan.config import Config, Input, load_config, validate_config
 from cgplan.errors import ConfigError, ModelError
-from cgplan.models.loading import load_model
+from cgplan.models.loading import load_model, refuse_no_model
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning import build_plan
 from cgplan.runner.auto import choose_mode
@@ -74,11 +74,8 @@ def capture(
         ModelError: the model cannot be loaded or called.
         CaptureError: see CaptureSession.run.
     """
-    if model is not None and (not callable(model) or isinstance(model, type)):
-        raise ModelError(
-            f"the model is {model!r:.80}",
-            remedy="Pass the model itself, or model.target in a configuration.",
-        )
+    if model is not None:
+        refuse_no_model(model)
     sections = {
         "inputs": _declared(inputs) if isinstance(inputs, Mapping) else inputs,
         "metadata": metadata,
@@ -102,10 +99,11 @@ def capture(
             f"config and {', '.join(names)} were both given",
             remedy="Put the sections into the configuration.",
         )
-    folder = Path(config).parent if isinstance(config, str | Path) else None
+    folder: Path | None = None
     if config is None:
         config = validate_config({"model": {}, "device": device or "auto", **given})
     elif isinstance(config, str | Path):
+        folder = Path(config).parent
         config = load_config(config)
     elif not isinstance(config, Config):
         config = validate_config(config)
