@@ -89,24 +89,8 @@ def capture(
         "model": None if output_rows is None else {"output_rows": output_rows},
     }
     given = {name: value for name, value in sections.items() if value is not None}
-    if config is None and inputs is None:
-        raise ConfigError(
-            "neither inputs nor config were given", remedy="Pass cgplan.Input by name, or a file."
-        )
-    if config is not None and given:
-        names = ["output_rows" if name == "model" else name for name in given]
-        raise ConfigError(
-            f"config and {', '.join(names)} were both given",
-            remedy="Put the sections into the configuration.",
-        )
-    folder: Path | None = None
-    if config is None:
-        config = validate_config({"model": {}, "device": device or "auto", **given})
-    elif isinstance(config, str | Path):
-        folder = Path(config).parent
-        config = load_config(config)
-    elif not isinstance(config, Config):
-        config = validate_config(config)
+    folder = Path(config).parent if isinstance(config, str | Path) else None
+    config = _configuration(config, given)
     config = config.model_copy(update={"device": str(device or config.device)})
     plan = build_plan(config)
     backend = select_backend(config.device)
@@ -134,6 +118,25 @@ def capture(
     for warning in runner.report.warnings:
         logger.warning("%s", warning)
     return runner
+
+
+def _configuration(config: Any, sections: dict[str, Any]) -> Config:
+    if config is None:
+        if "inputs" not in sections:
+            raise ConfigError(
+                "neither inputs nor config were given",
+                remedy="Pass cgplan.Input by name, or a file.",
+            )
+        return validate_config({"model": {}, **sections})
+    if sections:
+        names = ["output_rows" if name == "model" else name for name in sections]
+        raise ConfigError(
+            f"config and {', '.join(names)} were both given",
+            remedy="Put the sections into the configuration.",
+        )
+    if isinstance(config, Config):
+        return config
+    return load_config(config) if isinstance(config, str | Path) else validate_config(config)
 
 
 def _declared(inputs: Mapping[str, Any]) -> dict[str, Any]:

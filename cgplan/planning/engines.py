@@ -159,8 +159,9 @@ def read_vllm(
                 f"vLLM's sizes end at {sizes[-1]}, and on GPUs of compute capability 10.x (B200, "
                 f"GB200, B300) at {widest[-1]}: --blackwell"
             )
-    is_doubled = performance_mode == "throughput"
-    doubled = ", and --performance-mode throughput doubles it" if is_doubled else ""
+    doubled = ""
+    if performance_mode == "throughput":
+        doubled = ", and --performance-mode throughput doubles it"
     for name, value in bounds.items():
         if value is None:
             notes.append(

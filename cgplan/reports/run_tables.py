@@ -115,9 +115,7 @@ def _capture_rows(report: CaptureReport) -> Iterator[Fact]:
     if report.looked_at:
         yield "checked", report.looked_at
     if report.capture_policy == "lazy":
-        verb = "is" if report.waiting == 1 else "are"
-        waiting = f"{report.waiting} {verb} waiting"
-        yield "captures", f"lazy: when a batch first asks for a key; {waiting}"
+        yield "captures", f"lazy: when a batch first asks for a key; waiting: {report.waiting}"
     elif report.capture_policy == "adaptive":
         yield "captures", "adaptive: runner.replan() exchanges keys for those that batches ask for"
     elif report.waiting:
