@@ -16,7 +16,7 @@ from cgplan.captures.captured_keys import Progress
 from cgplan.captures.model_forward import BeforeKey
 from cgplan.config import Config, Input, load_config, validate_config
 from cgplan.errors import ConfigError, ModelError
-from cgplan.models.loading import load_model
+from cgplan.models.loading import load_model, refuse_no_model
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning import build_plan
 from cgplan.runner.auto import choose
@@ -74,11 +74,8 @@ def capture(
         ModelError: the model cannot be loaded or called.
         CaptureError: see CaptureSession.run.
     """
-    if model is not None and (not callable(model) or isinstance(model, type)):
-        raise ModelError(
-            f"the model is {model!r:.80}",
-            remedy="Pass the model itself, or model.target in a configuration.",
-        )
+    if model is not None:
+        refuse_no_model(model)
     sections = {
         "inputs": _declared(inputs) if isinstance(inputs, Mapping) else inputs,
         "metadata": metadata,
@@ -92,23 +89,8 @@ def capture(
         "model": None if output_rows is None else {"output_rows": output_rows},
     }
     given = {name: value for name, value in sections.items() if value is not None}
-    if config is None and inputs is None:
-        raise ConfigError(
-            "neither inputs nor config were given", remedy="Pass cgplan.Input by name, or a file."
-        )
-    if config is not None and given:
-        names = ["output_rows" if name == "model" else name for name in given]
-        raise ConfigError(
-            f"config and {', '.join(names)} were both given",
-            remedy="Put the sections into the configuration.",
-        )
     folder = Path(config).parent if isinstance(config, str | Path) else None
-    if config is None:
-        config = validate_config({"model": {}, "device": device or "auto", **given})
-    elif isinstance(config, Mapping):
-        config = validate_config(config)
-    elif not isinstance(config, Config):
-        config = load_config(config)
+    config = _configuration(config, given)
     config = config.model_copy(update={"device": str(device or config.device)})
     plan = build_plan(config)
     backend = select_backend(config.device)
@@ -138,6 +120,25 @@ def capture(
     for warning in runner.report.warnings:
         logger.warning("%s", warning)
     return runner
+
+
+def _configuration(config: Any, sections: dict[str, Any]) -> Config:
+    if config is None:
+        if "inputs" not in sections:
+            raise ConfigError(
+                "neither inputs nor config were given",
+                remedy="Pass cgplan.Input by name, or a file.",
+            )
+        return validate_config({"model": {}, **sections})
+    if sections:
+        names = ["output_rows" if name == "model" else name for name in sections]
+        raise ConfigError(
+            f"config and {', '.join(names)} were both given",
+            remedy="Put the sections into the configuration.",
+        )
+    if isinstance(config, Config):
+        return config
+    return load_config(config) if isinstance(config, str | Path) else validate_config(config)
 
 
 def _declared(inputs: Mapping[str, Any]) -> dict[str, Any]:

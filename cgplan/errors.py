@@ -60,36 +60,6 @@ class ModeError(PlanError):
     exit_code = 6
 
 
-class BudgetError(PlanError):
-    """The budget does not pay for one graph."""
-
-    exit_code = 20
-
-
-class PlanMismatchError(PlanError):
-    """A saved plan is for another configuration, machine or version."""
-
-    exit_code = 21
-
-
-class TrafficError(CgplanError):
-    """Traffic is unreadable, empty, or wrong."""
-
-    exit_code = 22
-
-
-class StepTimeError(CgplanError):
-    """Step times are missing, not positive, or unreadable."""
-
-    exit_code = 23
-
-
-class RegretError(CgplanError):
-    """The plan's steps are too long on other traffic."""
-
-    exit_code = 24
-
-
 class ModelError(CgplanError):
     """The model does not import, is not callable, or failed."""
 
@@ -144,6 +114,18 @@ class DispatchMissError(CgplanError):
     exit_code = 15
 
 
+class ReportError(CgplanError):
+    """A file is no report or plan, or has another schema version."""
+
+    exit_code = 16
+
+
+class OutputPathError(CgplanError):
+    """The output path cannot be written."""
+
+    exit_code = 17
+
+
 class AddressError(CgplanError):
     """A tensor of a graph has moved or is gone; raised instead of a replay."""
 
@@ -163,16 +145,46 @@ class NumbersError(CgplanError):
         self.output = output
 
 
-class GradientError(CgplanError):
-    """``backward`` was called on outputs of a graph, which has no gradients."""
+class BudgetError(PlanError):
+    """The budget does not pay for one graph."""
 
-    exit_code = 26
+    exit_code = 20
+
+
+class PlanMismatchError(PlanError):
+    """A saved plan is for another configuration, machine or version."""
+
+    exit_code = 21
+
+
+class TrafficError(CgplanError):
+    """Traffic is unreadable, empty, or wrong."""
+
+    exit_code = 22
+
+
+class StepTimeError(CgplanError):
+    """Step times are missing, not positive, or unreadable."""
+
+    exit_code = 23
+
+
+class RegretError(CgplanError):
+    """The plan's steps are too long on other traffic."""
+
+    exit_code = 24
 
 
 class AuditError(CgplanError):
     """Graphs point into memory that is free or not the runner's."""
 
     exit_code = 25
+
+
+class GradientError(CgplanError):
+    """``backward`` was called on outputs of a graph, which has no gradients."""
+
+    exit_code = 26
 
 
 class DistributedError(CgplanError):
@@ -209,15 +221,3 @@ class AllReduceError(DistributedError):
     """The all-reduce cannot work on this machine, or a rank left it."""
 
     exit_code = 45
-
-
-class ReportError(CgplanError):
-    """A file is no report or plan, or has another schema version."""
-
-    exit_code = 16
-
-
-class OutputPathError(CgplanError):
-    """The output path cannot be written."""
-
-    exit_code = 17

@@ -90,7 +90,7 @@ class BatchDescriptor(NamedTuple):
         num_reqs: Requests, padded; None: any number (PIECEWISE, eager).
         uniform: Whether each request has ``1 + num_speculative_tokens`` tokens.
         num_active_loras: Distinct adapters; 0 without LoRA.
-        sizes: Of ``Config.dim_names`` behind the first, padded.
+        sizes: Of ``Config.dim_names`` after the first, padded.
         max_query_len: Tokens of a request at most; None: any number.
     """
 

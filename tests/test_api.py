@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -72,6 +73,23 @@ def test_a_configuration_stands_in_place_of_sections(path: Path) -> None:
         cgplan.capture(lambda x: x)
     with pytest.raises(ConfigError, match="inputs: found"):
         cgplan.capture(lambda x: x, [X])  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="configuration: found 3"):
+        cgplan.capture(lambda x: x, config=3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("capture", [cgplan.capture, cgplan.graphed])
+@pytest.mark.parametrize("model", ["double.py:build", torch.nn.Linear])
+def test_capture_and_graphed_refuse_what_is_no_model_alike(capture: Any, model: Any) -> None:
+    with pytest.raises(ModelError, match=r"the model is ('double|<class)") as caught:
+        capture(model)
+    assert "model.target" in caught.value.remedy
+
+
+@pytest.mark.parametrize("state", [3, torch.nn.Linear(3, 3)])
+def test_state_is_a_list_of_objects(state: Any) -> None:
+    with pytest.raises(ConfigError, match=r"state is (3|Linear\()") as caught:
+        cgplan.capture(torch.nn.Linear(3, 3), {"input": X}, state=state, device="cpu")
+    assert "state=[model]" in caught.value.remedy
 
 
 def test_captures_dispatches_and_misses_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -47,6 +47,11 @@ class BatchReader:
 
     def read(self, given: Mapping[str, torch.Tensor]) -> Batch:
         """Raises InputError for a wrong name, dtype, device, shape or row count."""
+        if not isinstance(given, Mapping):
+            raise InputError(
+                f"the inputs are of type {type(given).__name__}",
+                remedy="Pass tensors by name.",
+            )
         if given.keys() != self._specs.keys():
             for name in given:
                 if name not in self._specs:

@@ -57,11 +57,11 @@ def _release(wait: Callable[[], None], blocks: list[Tensor]) -> None:
 
 
 class StagingBlocks:
-    """Two blocks of pinned memory, in turns. A fence behind the work that reads a full block is
+    """Two blocks of pinned memory, in turns. A fence after the work that reads a full block is
     waited for before the block is written again; another stream begins a new block.
 
     Args:
-        new_fence: Behind a stream's work, by handle.
+        new_fence: After a stream's work, by handle.
         wait: For the device.
         allocate: The device reads it under the host's address.
     """

@@ -108,7 +108,7 @@ class StaticBuffer:
         rows: int,
         padded_rows: int,
     ) -> None:
-        """The rows behind a batch."""
+        """The rows after a batch."""
         if self.row_dim is None:
             return
         if self.spec.pad == "last":

@@ -1,4 +1,4 @@
-"""Whether the model's memory has moved since its graphs were captured."""
+"""Addresses of the model's memory since its capture."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ def _never() -> bool:
 
 
 class AddressChecks:
-    """Attributes:
-    holds: Each call's quick look: if False, ``check`` decides.
-    reads: Paths of the tensors that graphs read.
-    is_outdated: Graphs were captured since ``seal``.
+    """Refuses replays once tensors that graphs read have moved.
+
+    Attributes:
+        holds: Each call's quick look: if False, ``check`` decides.
+        reads: Their paths.
+        is_outdated: Graphs were captured since ``seal``.
     """
 
     def __init__(self, roots: dict[str, Any], device: torch.device, policy: AddressPolicy) -> None:

@@ -223,7 +223,6 @@ class CapturedKeys:
         pools = self.graphs.pools
         pool_bytes = pools.nbytes
         waiting = list(keys)
-        has_given_up = False
         done = 0
         while waiting:
             key = waiting.pop(0)
@@ -257,8 +256,7 @@ class CapturedKeys:
                 if in_service:
                     waiting = [*captured, *waiting]
                 elif captured:
-                    waiting = [] if has_given_up else list(captured)
-                    has_given_up = True
+                    waiting = list(captured)
             pool_bytes = pools.nbytes
 
     def _capture_one(

@@ -90,7 +90,7 @@ class _Readings(NamedTuple):
 
 @dataclass
 class _Attempt:
-    """``before``: None until the capture begins, behind warm-ups."""
+    """``before``: None until the capture begins, after warm-ups."""
 
     key: Key
     in_service: bool
@@ -122,9 +122,11 @@ def driver_bytes(backend: GraphBackend, before: MemoryReading, after: MemoryRead
 
 
 class Capturer:
-    """Attributes:
-    inspection_seconds: Time that served the report.
-    started_again: Why, if captures did.
+    """Captures keys with the warm-ups that they need.
+
+    Attributes:
+        inspection_seconds: Time that served the report.
+        started_again: Why, if captures did.
     """
 
     def __init__(self, graphs: ModelGraphs) -> None:
@@ -221,7 +223,7 @@ class Capturer:
             host_sync=None if found is None else found.host_sync,
             all_freed=not attempt.in_service,
         )
-        looks_again = rehearsal.note_failure(mode, failure if has_begun else None)
+        looks_again = rehearsal.forget_look(mode, failure if has_begun else None)
         # a verdict of ours stands after a warm-up, too
         is_verdict = type(error) is CaptureError or isinstance(failure, CaptureMemoryError)
         needs_warm_up = attempt.is_cold and not is_verdict

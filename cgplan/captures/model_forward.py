@@ -17,7 +17,7 @@ from cgplan.backends.context import CaptureScope, forward_context
 from cgplan.buffers.static import StaticBoxes, Tensors
 from cgplan.captures.addresses import AddressChecks
 from cgplan.config import Config
-from cgplan.errors import InputError
+from cgplan.errors import ConfigError, InputError
 from cgplan.graphs.ambient import AmbientState, number_of
 from cgplan.graphs.fingerprint import Fingerprint, is_within
 from cgplan.graphs.put_back import PutBack
@@ -120,6 +120,11 @@ class ModelForward:
             self.roots |= state
         elif state is None:
             self.roots["model"] = self.model
+        elif not isinstance(state, Iterable):
+            raise ConfigError(
+                f"state is {state!r:.80}",
+                remedy="List the objects whose tensors the model uses: state=[model].",
+            )
         else:
             for index, item in enumerate(state):
                 name = f"state[{index}]"

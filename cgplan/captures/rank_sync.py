@@ -10,7 +10,7 @@ from cgplan.reports.records import CaptureReport
 
 
 class PeerMemory(NamedTuple):
-    """``mapped``: (first address, the one behind the last, name); ``addresses``: those in a table
+    """``mapped``: (first address, the one after the last, name); ``addresses``: those in a table
     that graphs read.
     """
 

@@ -33,7 +33,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 class Rehearsal:
-    """Runs ahead of captures, and captures; ``put_back`` puts the model back.
+    """Runs ahead of captures, and captures.
 
     Attributes:
         judged: Modes whose first run was compared with the look.
@@ -176,10 +176,8 @@ class Rehearsal:
             return True
         return torch.backends.cudnn.allow_tf32 and any("conv" in name for name in found.names)
 
-    def note_failure(self, mode: CUDAGraphMode, failure: Any) -> bool:
-        """Whether another look helps: the capture alone needed the host, and packages are told of
-        it then.
-        """
+    def forget_look(self, mode: CUDAGraphMode, failure: Any) -> bool:
+        """Whether another look helps: the capture alone needed the host, and packages are told."""
         found = self.footprints.get(mode)
         if found is None:  # the look itself failed
             return False
@@ -188,7 +186,7 @@ class Rehearsal:
             self._late_syncs[mode] = failure
             del self.footprints[mode]
             return True
-        if mode not in self.judged:
+        if mode not in self.judged:  # the look may have failed there, too
             del self.footprints[mode]
         return False
 
@@ -202,8 +200,8 @@ class Rehearsal:
         captures: bool = False,
     ) -> Iterator[None]:
         """A block of one run; a mode's first is compared with the look. Raises CaptureError if
-        graph code reads what that run binds again, if the model keeps what it computed from
-        padding, and for some changes under ``strict``.
+        graph code reads what it binds again, if the model keeps what it computed from padding, and
+        for changes under ``strict``.
         """
         is_first = mode not in self.judged
         with self.put_back.run(captures=captures, enters_made=is_first) as self._changed:
@@ -267,5 +265,5 @@ class Rehearsal:
     def refuse_value(self, mode: CUDAGraphMode) -> None:
         """Raise CaptureError if an input's value made something on first use."""
         read = self.footprints[mode].value_read
-        if read and self.put_back.has_made:
+        if read and self.put_back.made:
             refuse_first_use(f"a value for the host ({read})", self.put_back)

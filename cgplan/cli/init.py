@@ -109,7 +109,7 @@ def _first_layers(module: nn.Module) -> dict[str, tuple[str, nn.Module]]:
 
 
 def _first_layer(node: fx.Node, module: nn.Module) -> tuple[str, nn.Module] | None:
-    """The first layer behind a value, past layers that keep shape and dtype."""
+    """The first layer after a value, past layers that keep shape and dtype."""
     for user in node.users:
         if user.op != "call_module":
             continue

@@ -186,7 +186,7 @@ def audit(request: AuditRequest) -> None:
     "cgplan watch --output watch.json -- vllm serve Qwen/Qwen3-0.6B",
 )
 def watch(
-    program: Annotated[list[str], Argument(metavar="COMMAND", help="Behind --, to be run.")],
+    program: Annotated[list[str], Argument(metavar="COMMAND", help="After --, to be run.")],
     request: WatchRequest,
 ) -> None:
     """Run a program, and say which of its CUDA graphs are stale.
@@ -217,7 +217,7 @@ def plan_(context: Context, request: PlanRequest, loads: PlannedLoads, engine: V
     if context.invoked_subcommand is not None:
         sources = map(context.get_parameter_source, context.params)
         if any(getattr(source, "name", "") == "COMMANDLINE" for source in sources):
-            raise BadParameter("put options behind `plan diff` and `plan check`: see their --help")
+            raise BadParameter("put options after `plan diff` and `plan check`: see their --help")
         return
     if engine.vllm is not None and (request.file or request.config):
         raise BadParameter("give either a configuration or --vllm JSON")

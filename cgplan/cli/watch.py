@@ -84,7 +84,7 @@ def _run(command: Sequence[str], environment: dict[str, str], output: TextIO | N
     except OSError as error:
         raise ModelError(
             f"{command[0]!r} cannot be run: {error.strerror}",
-            remedy="Write a command of your PATH behind --: `cgplan watch -- python serve.py`.",
+            remedy="Write a command of your PATH after --: `cgplan watch -- python serve.py`.",
         ) from None
     for number in (signal.SIGUSR1, signal.SIGTERM):
         signal.signal(number, lambda number, _: process.send_signal(number))

@@ -49,7 +49,7 @@ def explain(
         message = "\n  - ".join((f"{source}:", *messages))
     elif not message.startswith("--"):
         message = f"{source}: {message}"
-    remedy = "Correct the value; docs/config-reference.md describes each key."
+    remedy = "Correct the value; docs/config-reference.md or its class describes it."
     if is_unknown:
         remedy = (
             "Correct or remove the key; docs/config-reference.md lists all keys, `cgplan "
@@ -106,9 +106,10 @@ def _message(
         elif option.startswith("--"):  # it stands for its one key
             where = ""
             key = option
+    named = f"{where}{key}: " if key else where
     for detail in details:
         if detail["type"] == "value_error":
-            return f"{where}{key}{': ' if key else ''}{_problem(detail)}"
+            return f"{named}{_problem(detail)}"
     detail = details[0]
     if detail["type"] == "extra_forbidden":
         return f"{where}unknown key {key!r}{_nearest(path, root)}"
@@ -117,7 +118,7 @@ def _message(
     words = [detail["msg"].removeprefix("Input should be ") for detail in details]
     allowed = " or ".join(dict.fromkeys(words)).replace("valid tuple", "list")
     shown = textwrap.shorten(repr(details[0]["input"]), 200, placeholder="...")
-    return f"{where}{key}: found {shown}, expected {allowed}"
+    return f"{named}found {shown}, expected {allowed}"
 
 
 def _nearest(path: Path_, root: type[BaseModel]) -> str:

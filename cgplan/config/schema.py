@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 from pydantic import (
     BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     ValidationError,
     WithJsonSchema,
@@ -34,6 +33,7 @@ from cgplan.config.values import (
     LadderName,
     Mode,
     Off,
+    Record,
     Seconds,
     SecondsToSpend,
     Symbol,
@@ -135,10 +135,12 @@ class _Named(_TypedErrors):
         return super().__call__(name=name, **values)
 
 
-class Section(BaseModel, metaclass=_TypedErrors):
-    """A part of the configuration."""
+class Options(BaseModel, metaclass=_TypedErrors):
+    model_config = Record.model_config
 
-    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
+
+class Section(Options):
+    """A part of the configuration."""
 
 
 class DistributedConfig(Section):
@@ -374,7 +376,7 @@ class CompilationConfig(Section):
     `dims`.
     """
     boxes: tuple[tuple[Count, ...], ...] | None = None
-    """Combinations of sizes in the order of `dims` (behind num_tokens, if inputs count it). Absent:
+    """Combinations of sizes in the order of `dims` (after num_tokens, if inputs count it). Absent:
     all.
     """
     max_cudagraph_capture_size: BatchBound | None = None

@@ -236,7 +236,7 @@ class CpuAllReduce(CustomAllReduce):
     """In a barrier each rank raises its count, writes it to its place in all signals, and waits
     until its own are as high. Each place is one aligned word with one writer. A yield, which passes
     through locks, before each write and after each wait orders data and counts on any processor.
-    Behind the counts are records of inputs.
+    After the counts are records of inputs.
     """
 
     def __init__(

@@ -119,7 +119,7 @@ class DataParallelRunner:
         inputs: Tensors,
         is_idle: bool,
     ) -> Any:
-        """Padding behind a decode batch is requests, in a mixed one of no request."""
+        """Padding after a decode batch is requests, in a mixed one of no request."""
         plan = self._runner.plan
         size = agreed.num_tokens
         tokens = route.batch.num_tokens

@@ -10,7 +10,7 @@ Note [Signals]
     both hold for all threads of the block. The last barrier of the one-shot kernel publishes
     nothing: not ORDERED, it spares a fence.
 
-    Slices lie behind the signals. They are written again only after the next kernel's first
+    Slices lie after the signals. They are written again only after the next kernel's first
     barrier, when all blocks of this one have ended.
 
     The error word is 0 while all is well. A host that learns of a failed rank, or a wait of LIMIT

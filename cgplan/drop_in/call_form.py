@@ -13,12 +13,14 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode
 from torch.utils._pytree import TreeSpec, tree_flatten
 
+from cgplan.config.values import DType
 from cgplan.errors import OutputShapeError
 
 CONSTANTS = frozenset(
@@ -225,13 +227,23 @@ def same_tensors(tensors: Sequence[Tensor]) -> tuple[int, ...]:
 
 
 class Tail(NamedTuple):
-    """The last part of a form, behind the arguments."""
+    """The last part of a form, after the arguments."""
 
     same: tuple[int, ...]  # see same_tensors
     is_grad: bool
     dtype: torch.dtype
     device: torch.device | None
     autocast: Any  # its dtype, or False
+
+
+def tail_of(tensors: Sequence[Tensor], device: str) -> Tail:
+    return Tail(
+        same_tensors(tensors),
+        torch.is_grad_enabled(),
+        torch.get_default_dtype(),
+        getattr(_get_current_function_mode(), "device", None),
+        torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
+    )
 
 
 @dataclass(slots=True)
@@ -277,6 +289,33 @@ def objects_in(
 ) -> list[Any]:
     """The objects known by identity."""
     return [box.value for box in form if type(box) is ById]
+
+
+def reason_against(
+    form: Sequence[Any],
+    tensors: Sequence[Tensor],
+) -> str | None:
+    if not any(tensor.ndim for tensor in tensors):
+        return "no tensor argument has a dimension" if tensors else "no argument is a tensor"
+    if not all(tensor.numel() for tensor in tensors):
+        return "a tensor argument is empty"
+    odd = set[str]()
+    for tensor in tensors:
+        if str(tensor.dtype).removeprefix("torch.") not in get_args(DType):
+            odd.add(str(tensor.dtype))
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            odd.add(str(tensor.layout))
+        if tensor.is_meta:
+            odd.add(tensor.device.type)
+    for part in form:
+        if is_tensor_type(part) and part is not Tensor:
+            odd.add(part.__name__)
+    for value in objects_in(form):
+        if hasattr(value, "__array__"):
+            odd.add(type(value).__name__)
+    if not odd:
+        return None
+    return f"an argument is of {', '.join(sorted(odd))}"
 
 
 def containers_in(value: Any) -> Iterator[Any]:

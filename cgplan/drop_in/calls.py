@@ -11,33 +11,31 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from operator import attrgetter
-from typing import Any, NamedTuple, cast, get_args
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.overrides import _get_current_function_mode, _get_current_function_mode_stack
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from cgplan.backends import select_backend
 from cgplan.backends.context import current_forward_context, is_capture_allowed
 from cgplan.captures.model_graphs import RealRows
 from cgplan.config import BudgetConfig, validate_config
-from cgplan.config.values import DType
 from cgplan.drop_in.call_form import (
     Call,
     Form,
-    Tail,
     call_form,
     constants_in,
     containers_in,
-    is_tensor_type,
     module_of,
     object_roots,
     objects_in,
+    reason_against,
     rebuild,
-    same_tensors,
     shapes_of,
+    tail_of,
     taken_apart,
 )
 from cgplan.drop_in.gradients import OwnCode, with_gradients
@@ -154,7 +152,7 @@ class Calls:
     ) -> Any:
         with self._lock:
             form, tensors = call_form(args, kwargs)
-            tail = _tail(tensors, self.device)
+            tail = tail_of(tensors, self.device)
             wants_grad = tail.is_grad and (
                 True in map(_requires_grad, tensors) or _saving_hooks(False) is not None
             )
@@ -276,7 +274,7 @@ class Calls:
         args = call.args
         kwargs = call.kwargs
         tensors = call.tensors
-        reason = _reason_of_arguments(call.form, tensors)
+        reason = reason_against(call.form, tensors)
         if reason is not None:
             return self._run_model(reason, args, kwargs)
         if self.pool is None:
@@ -774,13 +772,13 @@ class Calls:
         with self._lock:
             form, tensors = call_form(args, kwargs)
             reason = self._reason_of_context(wants_grad=False)
-            reason = reason or _reason_of_arguments(form, tensors)
+            reason = reason or reason_against(form, tensors)
             if reason is not None:
                 self.tell_once(reason)
                 return
             if self.pool is None:
                 self._take_device(tensors)
-            form.append(_tail(tensors, self.device))
+            form.append(tail_of(tensors, self.device))
             call = Call(args, kwargs, tuple(form), tensors)
             self._free_if_changed()
             is_done = False
@@ -819,45 +817,8 @@ class Calls:
         return kind, sizes
 
 
-def _tail(tensors: Sequence[Tensor], device: str) -> Tail:
-    return Tail(
-        same_tensors(tensors),
-        torch.is_grad_enabled(),
-        torch.get_default_dtype(),
-        getattr(_get_current_function_mode(), "device", None),
-        torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
-    )
-
-
 def _storage_of(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
-
-
-def _reason_of_arguments(
-    form: Sequence[Any],
-    tensors: Sequence[Tensor],
-) -> str | None:
-    if not any(tensor.ndim for tensor in tensors):
-        return "no tensor argument has a dimension" if tensors else "no argument is a tensor"
-    if not all(tensor.numel() for tensor in tensors):
-        return "a tensor argument is empty"
-    odd = set[str]()
-    for tensor in tensors:
-        if str(tensor.dtype).removeprefix("torch.") not in get_args(DType):
-            odd.add(str(tensor.dtype))
-        if tensor.layout is not torch.strided or tensor.is_nested:
-            odd.add(str(tensor.layout))
-        if tensor.is_meta:
-            odd.add(tensor.device.type)
-    for part in form:
-        if is_tensor_type(part) and part is not Tensor:
-            odd.add(part.__name__)
-    for value in objects_in(form):
-        if hasattr(value, "__array__"):
-            odd.add(type(value).__name__)
-    if not odd:
-        return None
-    return f"an argument is of {', '.join(sorted(odd))}"
 
 
 def _holds_container(

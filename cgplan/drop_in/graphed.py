@@ -23,7 +23,7 @@ from cgplan.drop_in.inference import Settings
 from cgplan.drop_in.kinds import Kind
 from cgplan.drop_in.saved_call import config_text, target_of
 from cgplan.errors import CgplanError, ConfigError, InputError, did_you_mean
-from cgplan.models.loading import CACHE_ARGUMENTS, cache_argument
+from cgplan.models.loading import CACHE_ARGUMENTS, cache_argument, refuse_no_model
 from cgplan.reports.layout import Column, Grid, TextColumn, plain_text
 from cgplan.reports.records import CaptureReport
 from cgplan.runner.runner import GraphRunner
@@ -418,8 +418,8 @@ def graphed(
             part.
         grad: ``recompute``: backward runs the model's own code. Absent: it raises GradientError.
 
-    Raises ConfigError for a wrong setting. Calls raise what the model raises; with ``strict``
-    CaptureError and NumbersError, too.
+    Raises ConfigError for a wrong setting, ModelError for no model. Calls raise what the model
+    raises; with ``strict`` CaptureError and NumbersError, too.
     """
     settings = Settings(
         sizes=sizes,
@@ -442,11 +442,7 @@ def graphed(
         )
 
     def made(model: Callable[..., Any]) -> Graphed:
-        if not callable(model) or isinstance(model, type):
-            raise ConfigError(
-                f"graphed was given {model!r:.80}, which is no model",
-                remedy="Pass a module or a function of tensors.",
-            )
+        refuse_no_model(model)
         kind: Any = GraphedModule if isinstance(model, nn.Module) else Graphed
         g: Graphed = kind(model, settings)
         if isinstance(example, Mapping):

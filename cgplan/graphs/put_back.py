@@ -1,14 +1,10 @@
 """What runs ahead of a capture change of a model, and what it gets back.
 
 Note [What is put back]
-    Tensors and attributes, not other containers; dicts lose what they got if no graph stays. What
-    the first run alone made stays with a capture, which relies on it. Small storages are rewound
-    before each run: positions must not run past a cache. Containers are not put back, so what a run
-    wrote together with a change of one (a row of a table, behind a set of sizes) stays, too, unless
-    every run makes that change. Small storages that one run wrote, and a later one before the
-    capture did not, are behind a flag that no walk sees, which cannot be put back: they stay.
-    (Kernels write large ones without a trace.) Where that run changed attributes, too, one of them
-    may be the flag: then a run that began from attributes put back tells.
+    Tensors and attributes, not other containers; dicts lose what they got if no graph stays. Small
+    storages are rewound before each run: positions must not run past a cache. What was made on
+    first use stays, as captures rely on it; ``PutBack._first_use`` says what that is. (Kernels
+    write large storages without a trace, so hidden flags are told from small ones alone.)
 """
 
 from __future__ import annotations
@@ -29,6 +25,7 @@ _HOST_COPIES = 1 << 30  # bytes
 _SMALL = 1 << 20  # bytes
 
 Outcome = Literal["device", "host", "new", "not kept"]
+FirstUse = Literal["seen", "hidden"]
 
 
 class _New(NamedTuple):
@@ -137,7 +134,7 @@ class PutBack:
         self._paths = defaultdict[str, _PathChanges](_PathChanges)
         self._count = 0  # of runs
         self._last_uncaptured = 0  # its number
-        self._first_after_restore = 0  # the first run that began from attributes put back
+        self._first_after_restore = 0  # a run that began from attributes put back
         self._copied = Counter[Outcome]()  # bytes
         self._keeps_first_use = True
         self.newly_written: list[str] = []
@@ -168,7 +165,7 @@ class PutBack:
         """
         found = dict[str, Change]()
         self.rewind()
-        made = self._now() if enters_made and self.has_made else None
+        made = self._now() if enters_made and self.made else None
         versions = [version_of(place.value) for place in self.before.of_tensors]
         try:
             yield found
@@ -305,68 +302,52 @@ class PutBack:
 
     def rewind(self) -> None:
         for written in self.written.values():
-            if written.is_small and not self._is_from_first_use(written):
+            if written.is_small and self._first_use(written) != "seen":
                 written.put_back(written.copy)
 
-    def _verdict(
-        self,
-        written: Written,
-    ) -> tuple[torch.UntypedStorage | None, Outcome]:
-        """What it gets back, if anything."""
-        if self._is_from_first_use(written):
-            return None, "new"
-        if self._is_behind_hidden_flag(written):
-            return written.after_first, "new"
-        return written.copy, written.outcome
+    @property
+    def made(self) -> set[str]:
+        """Paths of Python that one run alone changed, ahead of the captures."""
+        found = set[str]()
+        for path, known in self._paths.items():
+            if self._keeps_first_use and known.is_of_runs and len(known.runs) == 1:
+                found.add(path)
+        return found
 
-    def _is_from_first_use(
-        self,
-        written: Written,
-    ) -> bool:
-        if len(written.runs) == 1 and self.has_made:
-            return True
-        has_run = self._keeps_first_use and bool(written.runs)
-        return has_run and written.runs <= self._runs_that_stay()
-
-    def _is_behind_hidden_flag(
-        self,
-        written: Written,
-    ) -> bool:
-        if written.after_first is None or len(written.runs) != 1 or written.captures:
-            return False
-        number = max(written.runs)
-        if number >= self._last_uncaptured:
-            return False
-        may_be_flag = [known for known in self._paths.values() if number in known.runs]
-        for known in may_be_flag:
-            if len(known.runs) == 1:
-                return False
-        # a flag that is put back lets the next run write again
-        has_run_again = number < self._first_after_restore < self._count
-        return has_run_again or not may_be_flag
-
-    def _runs_that_stay(self) -> set[int]:
-        """Those that changed a container, as not every run does."""
-        found = set[int]()
+    def _first_use(self, written: Written) -> FirstUse | None:
+        """Whether it was made on first use, and how that is seen. None: it gets its copy back."""
+        is_of_one_run = len(written.runs) == 1
+        if is_of_one_run and self.made:
+            return "seen"
+        # a row of a table, and a set of sizes that have one: containers are not put back
+        stay = set[int]()
         for path, change in self.last.items():
             known = self._paths[path]
             is_steady = len(known.runs) == self._count
             if known.is_of_runs and not is_steady and not self.before.is_attribute(change):
-                found |= known.runs
-        return found
+                stay |= known.runs
+        if self._keeps_first_use and written.runs and written.runs <= stay:
+            return "seen"
 
-    def _is_made(self, known: _PathChanges) -> bool:
-        """On first use: by one run, ahead of the captures."""
-        return self._keeps_first_use and known.is_of_runs and len(known.runs) == 1
-
-    @property
-    def has_made(self) -> bool:
-        return any(map(self._is_made, self._paths.values()))
+        # a flag that no walk sees cannot be put back: a later run did not write again
+        if not is_of_one_run or written.after_first is None or written.captures:
+            return None
+        number = max(written.runs)
+        if number >= self._last_uncaptured:
+            return None
+        # a change of the same run may be the flag: put back, it lets the next run write again
+        has_run_again = number < self._first_after_restore < self._count
+        for known in self._paths.values():
+            is_flag = known.runs == {number}
+            may_be_flag = number in known.runs and not has_run_again
+            if is_flag or may_be_flag:
+                return None
+        return "hidden"
 
     @property
     def leaves_python(self) -> bool:
         """Whether ``restore`` leaves some changes of Python though no graph stays."""
-        is_hidden = any(map(self._is_behind_hidden_flag, self.written.values()))
+        is_hidden = "hidden" in map(self._first_use, self.written.values())
         return is_hidden or not all(map(self._may_undo, self.last.values()))
 
     def _may_undo(self, change: Change) -> bool:
@@ -381,13 +362,13 @@ class PutBack:
         found = list[str]()
         for once in self.written.values():
             is_computed = storage_id(once.tensor) in computed
-            if is_computed and self._is_behind_hidden_flag(once):
+            if is_computed and self._first_use(once) == "hidden":
                 found.append(once.path)
-        if not self.has_made:
+        if not self.made:
             return found
         for address, (path, tensor) in self._storages(self._now()).items():
             written = self.written.get(address)
-            if written is not None and not self._is_from_first_use(written):
+            if written is not None and self._first_use(written) != "seen":
                 continue
             if storage_id(tensor) in computed:
                 found.append(path)
@@ -450,19 +431,20 @@ class PutBack:
             nbytes = written.storage.nbytes()
             if between_keys and nbytes > _SMALL:
                 continue
-            copy, outcome = self._verdict(written)
-            written.put_back(copy)
-            self.outcome[written.path] = nbytes, outcome
+            first_use = self._first_use(written)
+            if first_use != "seen":
+                written.put_back(written.after_first if first_use else written.copy)
+            self.outcome[written.path] = nbytes, "new" if first_use else written.outcome
         if between_keys:
             self._first_after_restore = self._first_after_restore or self._count
             if not self.last:
                 return
-        has_made = self.has_made
+        made = self.made
         may_undo = self.before.is_attribute if self._keeps_first_use else self._may_undo
         self.last = self.before.changes()
         for path, change in self.last.items():
             known = self._paths[path]
-            if self._is_made(known):
+            if path in made:
                 nbytes = change.now.nbytes if is_tensor(change.now) else 0
                 self.outcome[path] = nbytes, "new"
                 continue
@@ -470,7 +452,7 @@ class PutBack:
             if not may_undo(change):
                 continue
             value = change.was
-            if has_made and known.is_of_runs and known.runs:
+            if made and known.is_of_runs and known.runs:
                 value = known.first
             with suppress(LookupError, AttributeError, TypeError):
                 _bind(change, value)

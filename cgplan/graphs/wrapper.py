@@ -12,6 +12,7 @@ from functools import cache, partial
 from typing import Any, ClassVar, Self
 
 import torch
+from pydantic import NonNegativeInt
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
@@ -28,7 +29,8 @@ from cgplan.backends.context import (
 )
 from cgplan.backends.host_sync import Args, Kwargs
 from cgplan.buffers.outputs import renewed
-from cgplan.errors import AddressError, CaptureError, CgplanError, ConfigError, SealedError
+from cgplan.config.schema import Options
+from cgplan.errors import AddressError, CaptureError, CgplanError, SealedError
 from cgplan.graphs.ambient import AmbientState
 from cgplan.graphs.fingerprint import Fingerprint
 from cgplan.graphs.footprint import current_look
@@ -51,8 +53,7 @@ class Recorded:
     eager_pieces: int = 0
 
 
-@dataclass(frozen=True)
-class CUDAGraphOptions:
+class CUDAGraphOptions(Options):
     """How a wrapper captures.
 
     Attributes:
@@ -63,27 +64,13 @@ class CUDAGraphOptions:
         address_check: Of arguments and metadata: ``off``, ``first`` (on each graph's first replay),
             ``always``.
         debug_log_enable: Log captures at level DEBUG.
-
-    Raises ConfigError for other values.
     """
 
     borrow_outputs: bool = True
-    num_of_warmups: int = 1
-    copied_arguments: tuple[int, ...] = ()
+    num_of_warmups: NonNegativeInt = 1
+    copied_arguments: tuple[NonNegativeInt, ...] = ()
     address_check: AddressPolicy = "first"
     debug_log_enable: bool = True
-
-    def __post_init__(self) -> None:
-        wrong, remedy = "", ""
-        copied = self.copied_arguments
-        if self.address_check not in ("off", "first", "always"):
-            wrong, remedy = "address_check", "Choose off, first or always."
-        elif self.num_of_warmups < 0:
-            wrong, remedy = "num_of_warmups", "Give a number from 0."
-        elif not isinstance(copied, tuple) or min(copied, default=0) < 0:
-            wrong, remedy = "copied_arguments", "Give a tuple of positions from 0, such as (0, 2)."
-        if wrong:
-            raise ConfigError(f"{wrong} is {getattr(self, wrong)!r:.100}", remedy=remedy)
 
 
 @dataclass(eq=False, kw_only=True)

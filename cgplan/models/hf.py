@@ -121,7 +121,7 @@ class RowDecoder(nn.Module):
                 f"{input_ids.shape[0]} tokens, but the cache has {self.max_batch_size} rows",
                 remedy="Raise model.kwargs.max_batch_size, or send fewer tokens.",
             )
-        # padding writes behind the last place; too large positions move out of range: the device
+        # padding writes after the last place; too large positions move out of range: the device
         # raises
         end = self.max_cache_len
         slots = torch.where(positions < 0, end, positions + (positions >= end))

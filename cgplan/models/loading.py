@@ -46,6 +46,14 @@ class ForwardArgument(NamedTuple):
     annotation: str  # "": none
 
 
+def refuse_no_model(found: object) -> None:
+    if not callable(found) or isinstance(found, type):
+        raise ModelError(
+            f"the model is {found!r:.80}",
+            remedy="Pass a module or a function; model.target in a configuration builds one.",
+        )
+
+
 def load_model(
     target: str, kwargs: Mapping[str, Any], *, device: torch.device, base_dir: Path | None = None
 ) -> Callable[..., Any]:

@@ -107,7 +107,7 @@ class SizeUse(LaneRecord):
 
     Attributes:
         share, padding: Of all steps, and of the tokens that it runs; from 0 to 1.
-        sizes: In the dimensions behind the first one.
+        sizes: In the dimensions after the first one.
         step_us, own_us: Mean microseconds of these steps, and at their batches' own sizes; of a
             check alone.
     """

@@ -164,7 +164,7 @@ def static_bytes(
     """Bytes of the static buffers of all inputs and metadata; exact, as
     ``buffers.static.StaticBuffers`` allocates them.
 
-    ``num_tokens`` is the largest capture size with ``sizes`` in the dimensions behind the first.
+    ``num_tokens`` is the largest capture size with ``sizes`` in the dimensions after the first.
     """
     reqs = min(num_tokens, config.scheduler.max_num_seqs)
     total = 0

@@ -80,7 +80,7 @@ class _Row(dict[int | Box, Answer]):
         if self._num_sizes not in (None, len(box)):
             raise InputError(
                 f"the batch has {counted(len(box), 'size')}; the plan has {self._num_sizes}",
-                remedy="Pass `sizes`: one number for each name of `dims` behind the first.",
+                remedy="Pass `sizes`: one number for each name of `dims` after the first.",
             )
         rows, *others = box
         answer: Answer = CUDAGraphMode.NONE, BatchDescriptor(rows, sizes=tuple(others))

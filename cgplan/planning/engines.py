@@ -133,10 +133,13 @@ def read_vllm(
     origins = _origins(data, asked)
     mode, level = str(compilation["cudagraph_mode"]), given.get("mode")
     is_compiled = level in (None, _MODES.index("VLLM_COMPILE"))
-    without_piecewise = not is_compiled and "PIECEWISE" in mode.upper()
-    if without_piecewise:
+    if not is_compiled and "PIECEWISE" in mode.upper():
         compilation["cudagraph_mode"] = "NONE"
         origins["compilation.cudagraph_mode"] = f"{OPTION}, mode {level}"
+        notes.append(
+            f"cudagraph_mode {mode} -> NONE: vLLM has PIECEWISE graphs with mode 3 only, mode is "
+            f"{level}"
+        )
     overrides = tuple(overrides)
     loaded = loaded_config(data, OPTION, overrides, origins)
     config = loaded.config
@@ -156,19 +159,15 @@ def read_vllm(
                 f"vLLM's sizes end at {sizes[-1]}, and on GPUs of compute capability 10.x (B200, "
                 f"GB200, B300) at {widest[-1]}: --blackwell"
             )
-    is_doubled = performance_mode == "throughput"
-    doubled = ", and --performance-mode throughput doubles it" if is_doubled else ""
+    doubled = ""
+    if performance_mode == "throughput":
+        doubled = ", and --performance-mode throughput doubles it"
     for name, value in bounds.items():
         if value is None:
             notes.append(
                 f"--{name.replace('_', '-')} was not given: {getattr(config.scheduler, name)} was "
                 f"taken, vLLM's default depends on the GPU{doubled}"
             )
-    if without_piecewise:
-        notes.append(
-            f"cudagraph_mode {mode} -> NONE: vLLM has PIECEWISE graphs with mode 3 only, mode is "
-            f"{level}"
-        )
     plan = build_plan(loaded.config)
     notes.append(
         "vLLM lowers the mode where its attention backend cannot be captured: that is taken not "

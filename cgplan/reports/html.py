@@ -49,6 +49,8 @@ from cgplan.reports.records import (
     WatchReport,
 )
 from cgplan.reports.run_tables import (
+    FLOOR,
+    QUEUED,
     STALE,
     WATCHED,
     baselines,
@@ -183,7 +185,7 @@ def _capture(report: CaptureReport) -> Page:
         _lead(ready(report), report.environment),
         [
             ("keys", count(len(records))),
-            ("graphs", count(sum(record.graphs for record in records))),
+            ("graphs", count(report.graphs)),
             (report.environment.node_name, count(sum(record.nodes or 0 for record in records))),
             *_costs(report.total_bytes, report.session_seconds),
         ],
@@ -372,7 +374,7 @@ def _of_bench(report: BenchReport) -> Iterator[Section]:
     waiting = queued(report)
     if waiting:
         yield Section(
-            "Calls that follow one another without waiting",
+            QUEUED,
             "Time of each: the runner's call, and the graph alone.",
             source,
             waiting,
@@ -396,7 +398,7 @@ def _floor(report: BenchReport | DoctorReport, source: str) -> Iterator[Section]
     least = floor(report)
     if least:
         yield Section(
-            "What a replay cannot be faster than",
+            FLOOR,
             "Reading the weights, and the gaps between kernels.",
             source,
             least,
@@ -712,7 +714,5 @@ def _where(environment: Environment) -> str:
 
 
 def _lead(answer: str, environment: Environment) -> str:
-    lead = f"{answer} {_where(environment)}, torch {environment.torch}."
-    if environment.is_tape:
-        lead += " Bytes and times of the CPU stand-in say little about a GPU."
-    return lead
+    lead = f"{answer} {_where(environment)}, torch {environment.torch}"
+    return f"{'; '.join([lead, *environment.notes])}."

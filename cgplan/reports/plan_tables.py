@@ -143,8 +143,7 @@ def _rows(plan: Plan) -> Iterator[Fact]:
     }
     yield "memory", memory_text(parts, cost.total_bytes)
     yield "start-up", format_seconds(cost.seconds)
-    estimated = " (an estimate, not measured)" if cost.estimated else ""
-    yield "predicted", f"by {cost.source}{estimated}"
+    yield "predicted", f"by {predicted_by(cost)}"
     machine = plan.machine
     if machine:
         version = f", driver {machine.driver}" if machine.driver else ""

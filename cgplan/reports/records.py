@@ -102,6 +102,11 @@ class Environment(Record):
     def node_name(self) -> str:
         return "operators" if self.is_tape else "nodes"
 
+    @property
+    def notes(self) -> Iterable[str]:
+        if self.is_tape:
+            yield "bytes and times of the CPU stand-in say little about a GPU"
+
 
 class GraphRecord(KeyRecord):
     """One captured key."""
@@ -344,6 +349,10 @@ class CaptureReport(SavedReport):
     @property
     def warmup_seconds(self) -> float:
         return sum(r.warmup_seconds for r in self.records)
+
+    @property
+    def graphs(self) -> int:
+        return sum(record.graphs for record in self.records)
 
     @property
     def capture_seconds(self) -> float:

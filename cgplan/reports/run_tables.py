@@ -63,6 +63,8 @@ from cgplan.units import (
     listed,
 )
 
+FLOOR = "What a replay cannot be faster than"
+QUEUED = "Calls that follow one another without waiting"
 MOST_STOPS = 3
 MOST_FINDINGS = 20
 _BECAME = {
@@ -103,7 +105,7 @@ def _capture(report: CaptureReport) -> RenderableType:
 def ready(report: CaptureReport) -> str:
     if not report.records:
         return "Nothing is captured."
-    graphs = counted(sum(record.graphs for record in report.records), "graph")
+    graphs = counted(report.graphs, "graph")
     memory = format_bytes(report.total_bytes)
     return f"{graphs}, {memory}, ready in {format_seconds(report.session_seconds)}."
 
@@ -113,9 +115,7 @@ def _capture_rows(report: CaptureReport) -> Iterator[Fact]:
     if report.looked_at:
         yield "checked", report.looked_at
     if report.capture_policy == "lazy":
-        verb = "is" if report.waiting == 1 else "are"
-        waiting = f"{report.waiting} {verb} waiting"
-        yield "captures", f"lazy: when a batch first asks for a key; {waiting}"
+        yield "captures", f"lazy: when a batch first asks for a key; waiting: {report.waiting}"
     elif report.capture_policy == "adaptive":
         yield "captures", "adaptive: runner.replan() exchanges keys for those that batches ask for"
     elif report.waiting:
@@ -126,10 +126,7 @@ def _capture_rows(report: CaptureReport) -> Iterator[Fact]:
         yield "generation", f"the pools were made {report.generation} times"
     for key in report.failed:
         yield "failed", f"{key.label}: {key.text}"
-    if report.environment.is_tape:
-        about = "the CPU stand-in, and say little about a GPU"
-        yield "note", f"bytes and times are those of {report.environment.backend}, {about}"
-    yield from labelled("note", report.plan.notes)
+    yield from labelled("note", (*report.environment.notes, *report.plan.notes))
     yield from labelled("warning", report.warnings)
 
 
@@ -285,8 +282,7 @@ def _without_graph(report: CaptureReport) -> Iterator[str]:
 
 
 def _totals(report: CaptureReport) -> Iterator[Fact]:
-    graphs = sum(record.graphs for record in report.records)
-    yield "graphs", f"{graphs} for {counted(len(report.records), 'key')}"
+    yield "graphs", f"{report.graphs} for {counted(len(report.records), 'key')}"
     parts = {
         "pool": report.pool_bytes,
         "static buffers": report.static_bytes,
@@ -399,14 +395,13 @@ def _bench(report: BenchReport) -> RenderableType:
     if not report.records:
         return stacked(head, made)
     waiting = queued(report)
-    title = "Calls that follow one another without waiting, time of each"
     least = floor(report)
     return stacked(
         head,
         _ranks(report.capture.ranks),
         latencies(report),
-        titled(title, waiting) if waiting else None,
-        titled("What a replay cannot be faster than", least) if least else None,
+        titled(f"{QUEUED}, time of each", waiting) if waiting else None,
+        titled(FLOOR, least) if least else None,
         *_against_baselines(report),
         made,
     )
@@ -436,6 +431,7 @@ def _bench_rows(report: BenchReport) -> Iterator[Fact]:
     if adapters:
         yield "LoRA", f"graphs for {', '.join(map(str, sorted(adapters)))} active adapters"
     yield from _floor_rows(report.floor)
+    yield from labelled("note", report.environment.notes)
     yield from bench_notes(report)
 
 
@@ -448,11 +444,7 @@ def bench_notes(report: BenchReport) -> Iterator[Fact]:
     if spread > BUSY:
         yield "warning", f"the machine is busy: p99 of replays is {spread:.2g} times their median"
     slower = ", ".join(str(record.num_tokens) for record in report.records if record.is_slower)
-    if report.environment.is_tape:
-        about = "the CPU stand-in; a GPU's speed-up is another matter"
-        backend = report.environment.backend
-        yield "note", f"all figures come from {backend}, {about}"
-    elif slower:
+    if slower and not report.environment.is_tape:
         longer = "graphs take the device longer than the model's own code at"
         about = "other kernels may be in them than run eagerly, see docs/troubleshooting.md"
         yield "note", f"{longer} {slower} tokens: {about}"
@@ -626,7 +618,7 @@ def _doctor(report: DoctorReport) -> RenderableType:
     return stacked(
         facts("Doctor", rows, verdict(report)),
         coverage(report) if report.rows else None,
-        titled("What a replay cannot be faster than", least) if least else None,
+        titled(FLOOR, least) if least else None,
         environment(capture.environment),
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import SupportsIndex
 
 from cgplan.buffers.batch import Batch
 from cgplan.captures.captured_keys import CapturedKeys
@@ -81,8 +82,7 @@ class BatchRouter:
         them.
         """
         q = self._plan.query_len
-        num_tokens = operator.index(num_tokens)
-        self.check_size(num_tokens)
+        num_tokens = self.check_size(num_tokens)
         if not counts_reqs:
             return Batch(num_tokens, None)
         if num_reqs is None:
@@ -94,16 +94,18 @@ class BatchRouter:
             num_reqs = num_tokens // q if uniform_decode else num_tokens
         return Batch(num_tokens, operator.index(num_reqs))
 
-    def check_size(self, num_tokens: int) -> None:
+    def check_size(self, num_tokens: SupportsIndex) -> int:
         most = self._captured.graphs.most_tokens
-        if 0 < num_tokens <= most:
-            return
+        is_whole = isinstance(num_tokens, SupportsIndex)
+        count = operator.index(num_tokens) if is_whole else 0
+        if 0 < count <= most:
+            return count
         holds = "nothing is captured, so there are no buffers"
         if most:
             holds = f"static buffers hold 1 to {most} tokens"
         remedy = "Ask for fewer, or call the runner with tensors: it runs larger batches eagerly."
-        if num_tokens < 1:
-            remedy = "Ask for at least one."
+        if count < 1:
+            remedy = "Ask for at least one." if is_whole else "Pass a whole number."
         raise InputError(f"{holds}, asked for {num_tokens}", remedy=remedy)
 
     def route(

@@ -88,9 +88,29 @@ class GraphRunner:
         self._replanner = Replanner(self.stats)
         self._replays_before = self.stats.replays
         self._used = self._replays_before
-        self._open(captured)
+        self._serve(captured)
 
-    def _open(self, captured: CapturedKeys) -> None:
+    # Each ends more: looked-up calls, also staged ones (evicted graphs wait for outputs), routes,
+    # graphs.
+
+    def _look_up_anew(self) -> None:
+        self._calls: dict[Seen, PreparedCall] = {}
+        self._staged: dict[Seen, StagedBuffers] = {}
+        self._last: PreparedCall | None = None
+
+    def _expire_calls(self) -> None:
+        for staged in list(self._handed):
+            staged.retire()
+        self._handed.clear()
+        self._look_up_anew()
+        self._launcher.last_staged = None
+
+    def _route_anew(self) -> None:
+        self._expire_calls()
+        self.stats.plan = self.plan
+        self.router = BatchRouter(self._captured)
+
+    def _serve(self, captured: CapturedKeys) -> None:
         graphs = captured.graphs
         self._captured = captured
         self.graphs = graphs
@@ -98,25 +118,8 @@ class GraphRunner:
         for sizes in graphs.buffers:
             self._copier(sizes)
         self._launcher = Launcher(graphs, self._use, self._name)
-        self._follow_plan()
+        self._route_anew()
         self._state: Literal["open", "asleep", "closed"] = "open"
-
-    def _forget_calls(self) -> None:
-        for staged in list(self._handed):
-            staged.retire()
-        self._handed.clear()
-        self._drop_prepared()
-        self._launcher.last_staged = None
-
-    def _drop_prepared(self) -> None:
-        self._calls: dict[Seen, PreparedCall] = {}
-        self._staged: dict[Seen, StagedBuffers] = {}
-        self._last: PreparedCall | None = None
-
-    def _follow_plan(self) -> None:
-        self._forget_calls()
-        self.stats.plan = self.plan
-        self.router = BatchRouter(self._captured)
 
     def __str__(self) -> str:
         plan = self.plan
@@ -361,19 +364,19 @@ class GraphRunner:
             return pick(given)
 
         with nullcontext(Trace.current) if Trace.current else Trace().on() as trace:
-            self._drop_prepared()
+            self._look_up_anew()
             self._pick = asked
             try:
                 yield trace
             finally:
-                self._drop_prepared()
+                self._look_up_anew()
                 self._pick = pick
 
     @contextmanager
     def _changing(self) -> Iterator[CapturedKeys]:
         self._launcher.take_stream()
         self.graphs.check_autocast()
-        self._forget_calls()  # they hold outputs, for which evicted graphs wait
+        self._expire_calls()
         before = set(self.plan.keys)
         try:
             yield self._captured
@@ -382,7 +385,7 @@ class GraphRunner:
             self._launcher.verifier.forget(before ^ now)
             self.stats.evictions += len(before - now)
             self.stats.captures += len(now - before)
-            self._follow_plan()
+            self._route_anew()
 
     def _capture_for(self, route: RoutedBatch) -> None:
         assert route.missing is not None
@@ -532,7 +535,7 @@ class GraphRunner:
         """
         self._check_open()
         self._refuse_sizes()
-        self.router.check_size(num_tokens)
+        num_tokens = self.router.check_size(num_tokens)
         most = min(num_tokens, self.plan.max_num_seqs)
         reqs = most if num_reqs is None else num_reqs
         if not 0 < reqs <= most:
@@ -587,7 +590,7 @@ class GraphRunner:
         *,
         on_demand: bool,
     ) -> None:
-        self._open(self._capture_plan(self._captured.asked, keys, on_demand))
+        self._serve(self._capture_plan(self._captured.asked, keys, on_demand))
         self.stats.captures += len(self.plan.keys)
         self._replays_before = self.stats.replays
 
@@ -615,7 +618,7 @@ class GraphRunner:
         """Capture keys of ``report.failed`` when a batch asks for them."""
         with self._held():
             self._captured.failed.clear()
-            self._forget_calls()
+            self._expire_calls()
 
     def replan(
         self,
@@ -650,15 +653,15 @@ class GraphRunner:
             self.graphs.check_autocast()
             if not apply:
                 return self._replanner.replan(self._captured, traffic, times, costs)
-            self._forget_calls()  # they hold outputs, for which evicted graphs wait
+            self._expire_calls()
             try:
-                return self._replanner.replan(self._captured, traffic, times, costs, self._reopen)
+                return self._replanner.replan(self._captured, traffic, times, costs, self._replace)
             finally:
-                self._follow_plan()
+                self._route_anew()
 
-    def _reopen(self, plan: Plan) -> CapturedKeys:
+    def _replace(self, plan: Plan) -> CapturedKeys:
         self._free()
-        self._open(self._capture_plan(plan, (), self.graphs.on_demand))
+        self._serve(self._capture_plan(plan, (), self.graphs.on_demand))
         return self._captured
 
     def close(self) -> None:
@@ -703,7 +706,7 @@ class GraphRunner:
     def _free(self) -> None:
         """A second call completes what was interrupted."""
         self._state = "closed"
-        self._forget_calls()
+        self._expire_calls()
         while self._copiers:
             self._copiers.popitem()[1].close()
         self.graphs.free()

@@ -148,10 +148,12 @@ class StagedBuffers(Mapping[str, Tensor]):
         return self._views[name].detach()
 
     def __setitem__(self, name: str, value: Tensor) -> None:
-        if value.data_ptr() != self[name].data_ptr():  # it is the same after `buffers[name] += 1`
+        own = self[name].data_ptr()
+        # it is the same after `buffers[name] += 1`
+        if not isinstance(value, Tensor) or value.data_ptr() != own:
             raise InputError(
-                "tensors cannot be put into staged buffers: graphs read their memory",
-                remedy="Write in place: buffers[name].copy_(tensor).",
+                "values cannot be put into staged buffers: graphs read their memory",
+                remedy="Write in place: buffers[name].copy_(tensor), .fill_(number).",
             )
 
     def __contains__(self, name: object) -> bool:

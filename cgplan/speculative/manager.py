@@ -230,7 +230,7 @@ class SpecDecodeGraphManager:
         result = self.managers[f"verify k={number}"].run(
             input_ids=proposed.flatten(), rows=self._rows, uniform_decode=True
         )
-        fetched = self.backend.fetch(result)  # graphs may overwrite the result behind this copy
+        fetched = self.backend.fetch(result)  # graphs may overwrite the result after this copy
         return SpecStep(chosen, number, cache(partial(self._read, number, requests, fetched)))
 
     def _read(

@@ -82,7 +82,7 @@ def serve(runner, waiting):
 
 
 def step(runner, running):
-    """Run one token of each request, of its prompt or behind it."""
+    """Run one token of each request, of its prompt or after it."""
     batch = [(each.tokens[each.place], each.place, slot) for slot, each in running.items()]
     chosen = runner(*torch.tensor(batch).unbind(1)).tolist()  # read before the next call overwrites it
     for each, token in zip(running.values(), chosen, strict=True):

@@ -196,7 +196,7 @@ def main():
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--seqs", type=int, default=64, help="max_num_seqs")
     parser.add_argument("--layers", type=int, default=28)
-    parser.add_argument("--watch", action="store_true", help="check the graphs' pointers behind each run and a reload")
+    parser.add_argument("--watch", action="store_true", help="check the graphs' pointers after each run and a reload")
     parser.add_argument("--verify", choices=["first", "off"], default="first", help="compare first replays, or none")
     options = parser.parse_args()
     if not Path(options.checkout, "nanovllm").is_dir():

@@ -4,7 +4,7 @@
 
 Each model of zoo.yaml is captured in FULL at 1, 2, 4, 8 and every eighth size. Graphs are grouped three ways: by their
 kernels, with blocks and shared memory; the same with grids; and by what the driver accepts (cuGraphExecUpdate from the
-executable of the largest size). Then the times of an update and of an instantiation (medians), the first replay behind
+executable of the largest size). Then the times of an update and of an instantiation (medians), the first replay after
 each, and the memory of an executable.
 """
 

@@ -2,7 +2,7 @@
 
     python docs/measure/gallery.py [--only encoder,speech] [--rounds 5]
 
-Host: until a call on an idle device returned. Device: calls queued behind one another. Ready: until each batch had its
+Host: until a call on an idle device returned. Device: calls queued one after another. Ready: until each batch had its
 first call, compilation and captures included. Memory: what torch's allocator reserved on the way, kernels not counted.
 """
 

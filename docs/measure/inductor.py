@@ -3,7 +3,7 @@
     python docs/measure/inductor.py configs/transformers_qwen3_0_6b.yaml 1 32
     python docs/measure/inductor.py configs/transformers_qwen3_0_6b.yaml 1 32 --partition --layers 4
 
-Both run the same batches in one process. Device time is time per call when calls are queued behind one another, host
+Both run the same batches in one process. Device time is time per call when calls are queued one after another, host
 time that of a call on an idle device until it returned; medians.
 
 With --partition inductor cuts the forward itself, which matters to PIECEWISE graphs alone: these are captured then, of

@@ -4,7 +4,7 @@
 
 Host time is that of a call on an idle device until it returned; the eager pieces are timed inside of it by themselves.
 "By hand" is a loop that launches the same graphs and calls the same pieces on the same tensors, and does nothing else:
-no cgplan, no traced code. Device time is time per call when calls are queued behind one another.
+no cgplan, no traced code. Device time is time per call when calls are queued one after another.
 """
 
 import argparse

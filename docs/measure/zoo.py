@@ -8,7 +8,7 @@
 Nothing is downloaded: configurations alone make the models. A row of a batch is one sequence, image or molecule. Each
 model runs in a process of its own and writes FOLDER/NAME.json and NAME.log, so a crash ends that model alone; all.json
 there has all of them. All ways of a model stand ready in one process and are timed in turns. With several jobs, models
-compile side by side, and one at a time is timed on each device. Medians; device time with calls queued behind one
+compile side by side, and one at a time is timed on each device. Medians; device time with calls queued one after
 another, host time until a call on an idle device returned. On a CPU graphs are those of the tape: what is captured and
 whether it is right is of interest then, times are not.
 """
@@ -716,7 +716,7 @@ def shown(records):
                  "device_us")) for record in ran for name in names[1:]]  # fmt: skip
         formats = {"model": str, "way": str, "of eager's": format_ratio, "device time": format_microseconds}
         drawn = chart("heat", "Device time, as a ratio to eager code", "way", "of eager's", by="model")
-        about = "Device time of a call over that of eager code, calls queued behind one another: below 1x is faster."
+        about = "Device time of a call over that of eager code, calls queued one after another: below 1x is faster."
         known = table_of([row for row in times if row[2] is not None], formats)
         sections.append(Section(f"Device time at {size} rows", about, source, known, [drawn]))
     refused = [(record["name"], name, f"{way['error_type']}: {way['error']}") for record in ran

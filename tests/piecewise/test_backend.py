@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -121,7 +121,31 @@ CASES: dict[str, tuple[Callable[[], object], type[CgplanError], str]] = {
         CgplanError,
         "FULL_AND_PIECE",
     ),
-    "warm-ups": (lambda: CUDAGraphOptions(num_of_warmups=-1), ConfigError, "num_of_warmups is -1"),
+    "warm-ups": (
+        lambda: CUDAGraphOptions(num_of_warmups=-1),
+        ConfigError,
+        "num_of_warmups: found -1, expected greater than or equal to 0",
+    ),
+    "warm-ups as text": (
+        lambda: CUDAGraphOptions(num_of_warmups=cast(Any, "a")),
+        ConfigError,
+        "num_of_warmups: found 'a', expected a valid integer",
+    ),
+    "positions as text": (
+        lambda: CUDAGraphOptions(copied_arguments=cast(Any, ("x",))),
+        ConfigError,
+        "copied_arguments.0: found 'x', expected a valid integer",
+    ),
+    "a check that is none": (
+        lambda: CUDAGraphOptions(address_check=cast(Any, "never")),
+        ConfigError,
+        "address_check: found 'never', expected 'off', 'first' or 'always'",
+    ),
+    "an unknown option": (
+        lambda: CUDAGraphOptions(copied_argument=(0,)),  # type: ignore[call-arg]
+        ConfigError,
+        "did you mean 'copied_arguments'",
+    ),
     "no such position": (
         lambda: wrapped(X, options=CUDAGraphOptions(copied_arguments=(3,))),
         CaptureError,

@@ -6,7 +6,7 @@ import gc
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -937,6 +937,10 @@ def test_the_largest_size_that_the_configuration_allows_holds() -> None:
 def test_step_times_are_measured_on_padding(backend: GraphBackend) -> None:
     """A proposal changes nothing: static buffers hold their rows, staged blocks stay good, random numbers stay."""
     runner = open_runner(backend, "adaptive", sizes=(8, 64))
+    with pytest.raises(InputError, match=r"asked for 5\.0"):
+        runner.input_views(cast(Any, 5.0))
+    with pytest.raises(InputError, match="inputs are of type Tensor"):
+        runner.route(cast(Any, torch.ones(3)))
     written = runner.input_views(5)["x"]
     x = rows(backend, 5)
     written.copy_(x)

@@ -6,7 +6,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -143,6 +143,7 @@ def test_batches_that_cannot_be_staged(backend: GraphBackend) -> None:
         ({"num_tokens": 9}, "hold 1 to 8 tokens, asked for 9", "Ask for fewer"),
         ({"num_tokens": 0}, "asked for 0", "Ask for at least one"),
         ({"num_tokens": -1}, "asked for -1", "Ask for at least one"),
+        ({"num_tokens": 4.0}, "asked for 4.0", "whole number"),
         ({"num_tokens": 3, "num_reqs": -1}, "has -1 requests", "at least one"),
         ({"num_tokens": 5}, "5 tokens does not tell how many requests", "num_reqs"),
         ({"num_tokens": 3, "num_reqs": 4}, "4 requests, but 3 tokens", "at least one token"),
@@ -272,6 +273,8 @@ def test_tensors_cannot_be_exchanged_inside_a_block(backend: GraphBackend) -> No
     ):
         buffers["x"] = x
     assert "copy_" in caught.value.remedy
+    with pytest.raises(InputError, match="cannot be put into"), runner.stage(3) as buffers:
+        buffers["x"] = cast(Any, 3)
     with pytest.raises(InputError, match="unknown input 'X'"), runner.stage(3) as buffers:
         buffers["X"] = x
     with runner.stage(3) as buffers:
