@@ -12,6 +12,7 @@ import random
 import re
 import sys
 import threading
+import time
 import weakref
 from typing import Any
 
@@ -36,6 +37,7 @@ from torch import Tensor, nn
 
 import cgplan
 from cgplan.backends import GraphBackend
+from cgplan.backends.context import current_forward_context
 from cgplan.errors import (
     CaptureError,
     ConfigError,
@@ -826,9 +828,77 @@ def test_nothing_varies_with_an_empty_dynamic(backend: GraphBackend) -> None:
     assert sizes(g) == {2, 3}
 
 
+def test_a_borrowed_output_is_an_argument_of_calls_that_capture(backend: GraphBackend) -> None:
+    cell = nn.GRUCell(8, 8).to(backend.device).eval()
+    g = cgplan.graphed(cell, outputs="borrow")
+    found = wanted = torch.zeros(8, 8, device=backend.device)
+    with torch.no_grad():
+        for step in range(32):  # requests end one by one, and weights change
+            if step == 20:
+                cell.weight_hh = nn.Parameter(cell.weight_hh * 2)
+            rows = 8 - step // 4
+            x = torch.randn(rows, 8, device=backend.device)
+            found = g(x, found[:rows])
+            wanted = cell(x, wanted[:rows])
+            torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
+    assert replays(g) > 8
+
+
+def test_gradients_of_calls_on_borrowed_outputs(backend: GraphBackend) -> None:
+    model = nn.Linear(8, 8).to(backend.device).eval()
+    g = cgplan.graphed(model, outputs="borrow", grad="recompute")
+    x = torch.randn(4, 8, device=backend.device)
+    for _ in range(4):
+        g(x)
+    found = []
+    for call in (g, model):
+        model.zero_grad()
+        h = call(x).detach()
+        call(h).square().sum().backward()
+        found.append(model.weight.grad.clone())
+    torch.testing.assert_close(found[0], found[1], rtol=1e-3, atol=1e-4)
+
+
+def test_a_capture_calls_another_drop_in_that_captures_elsewhere(backend: GraphBackend) -> None:
+    inner = cgplan.graphed(nn.Linear(4, 4).to(backend.device).eval())
+    began, may_go = threading.Event(), threading.Event()
+
+    def forward(x: Tensor) -> Tensor:
+        if current_forward_context() is not None and not began.is_set():
+            began.set()
+            may_go.wait(5)
+        return inner(x) * 2
+
+    outer = cgplan.graphed(forward)
+    x = torch.randn(2, 4, device=backend.device)
+    with torch.no_grad():
+        for _ in range(2):
+            inner(x)
+            outer(x)
+        other = threading.Thread(target=outer, args=(x,))
+        other.start()
+        began.wait(30)
+        third = threading.Thread(target=inner, args=(x,))  # it waits for the capture
+        third.start()
+        time.sleep(0.5)
+        may_go.set()
+        other.join(60)
+        third.join(60)
+        assert not other.is_alive()
+        assert not third.is_alive()
+
+
+def test_an_attribute_is_deleted_through_the_drop_in() -> None:
+    model = nn.Linear(4, 4).eval()
+    g = cgplan.graphed(model)
+    g.scale = 2
+    del g.scale
+    assert not hasattr(model, "scale")
+
+
 @pytest.mark.parametrize("model", [None, 3, nn.Linear])
 def test_what_is_no_model_is_refused(model: Any) -> None:
-    with pytest.raises(ConfigError, match=r"graphed was given .*, which is no model"):
+    with pytest.raises(cgplan.ModelError, match=r"the model is "):
         cgplan.graphed(model)
     assert callable(cgplan.graphed(sizes=[1]))
 

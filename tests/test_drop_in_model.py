@@ -851,6 +851,11 @@ def test_transformers_generate_by_graphs(backend: GraphBackend) -> None:
     )
     default = lm.generate(prompt)
     assert default.shape == (2, 29)
+    lm.generation_config.cache_implementation = "static"  # a new one for each call
+    for _ in range(4):
+        assert torch.equal(lm.generate(prompt, max_new_tokens=12, do_sample=False), wanted[0])
+    assert not g.runners
+    lm.generation_config.cache_implementation = None
     from transformers import T5Config, T5ForConditionalGeneration
 
     t5 = T5ForConditionalGeneration(

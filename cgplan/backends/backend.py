@@ -303,6 +303,12 @@ def autocast_cache(*, on: bool) -> Iterator[None]:
         torch.set_autocast_cache_enabled(before)
 
 
+def number_of(generator: torch.Generator) -> int:
+    """One number for all Python objects of a generator."""
+    number: int = generator._cdata  # type: ignore[attr-defined]
+    return number
+
+
 class CaptureWatch(Protocol):
     """Told of each capture, by whatever code."""
 

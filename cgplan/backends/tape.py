@@ -26,6 +26,7 @@ from cgplan.backends.backend import (
     forget_capture,
     gc_paused,
     note_capture,
+    number_of,
     tensor_on,
 )
 from cgplan.backends.capture_answers import ALL_OTHERS, answering
@@ -70,6 +71,11 @@ class TapeBackend(GraphBackend):
         self._thread = _Thread()
         self._own_pools = weakref.WeakSet[TapePool]()
         self._logs_operators = False
+        self._generators = dict[int, torch.Generator]()
+        self.register_generator(torch.default_generator)
+
+    def register_generator(self, generator: torch.Generator) -> None:
+        self._generators[number_of(generator)] = generator
 
     def new_pool(self) -> TapePool:
         pool = TapePool(self._pool_limit, self)
@@ -96,6 +102,7 @@ class TapeBackend(GraphBackend):
             )
         tape = Tape(
             graph.pool,
+            self._generators,
             graph.launches if self._logs_operators else None,
         )
         recorder = self._thread.recorder
@@ -194,8 +201,10 @@ class TapeBackend(GraphBackend):
         tensor: Tensor,
         pool: TapePool,
     ) -> bool:
-        is_dense = tensor.layout is torch.strided
-        return is_dense and tensor.untyped_storage()._cdata in pool.aliases
+        if tensor.device != self.device or tensor.layout is not torch.strided:
+            return False
+        address = tensor.untyped_storage().data_ptr()
+        return any(start <= address < end for start, end, _ in pool.spans())
 
     def is_empty(self, graph: TapeGraph) -> bool:
         return not graph.steps

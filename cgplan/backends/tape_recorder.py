@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from cgplan.backends.backend import tensor_on
+from cgplan.backends.backend import number_of, tensor_on
 from cgplan.backends.blame import blamed_line
 from cgplan.backends.graph_nodes import Launch
 from cgplan.backends.host_sync import (
@@ -203,8 +203,10 @@ class Tape:
     def __init__(
         self,
         pool: TapePool,
+        generators: Mapping[int, torch.Generator],
         launches: list[Launch] | None = None,
     ) -> None:
+        self._generators = generators
         self.steps: list[Step] = []
         self.refusals = Refusals()
         self.notes: dict[str, None] = {}
@@ -226,6 +228,14 @@ class Tape:
             before.keep(tensor.untyped_storage())
         return before
 
+    def _note_draw(self, generator: torch.Generator) -> None:
+        if number_of(generator) not in self._generators:
+            raise CaptureError(
+                f"a generator that is not registered draws, at {blamed_line()}",
+                remedy="Keep it with the model, or pass it to backend.register_generator.",
+            )
+        self.before.generators.setdefault(generator, generator.get_state())
+
     def record(
         self,
         func: Any,
@@ -240,7 +250,7 @@ class Tape:
                 self.before.keep(storage)
         generator = kwargs.get("generator")
         if generator is not None:
-            self.before.generators.setdefault(generator, generator.get_state())
+            self._note_draw(generator)
         # the operator may change their layout
         fixed_args, fixed_kwargs = tree_map_only(Tensor, self._fixed, (args, kwargs))
         call: Callable[..., Any] = as_its_caller(func, func, "cpu")

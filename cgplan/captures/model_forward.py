@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from cgplan.backends import GraphBackend
-from cgplan.backends.backend import autocast_cache, span
+from cgplan.backends.backend import autocast_cache, number_of, span
 from cgplan.backends.capture_answers import answering
 from cgplan.backends.context import CaptureScope, forward_context
 from cgplan.buffers.static import StaticBoxes, Tensors
 from cgplan.captures.addresses import AddressChecks
 from cgplan.config import Config
 from cgplan.errors import ConfigError, InputError
-from cgplan.graphs.ambient import AmbientState, number_of
+from cgplan.graphs.ambient import AmbientState
 from cgplan.graphs.fingerprint import Fingerprint, is_within
 from cgplan.graphs.put_back import PutBack
 from cgplan.graphs.wrapper import CUDAGraphWrapper

@@ -8,7 +8,9 @@ from dataclasses import InitVar, dataclass
 from functools import partial
 
 import torch
+from torch.nn.utils import parametrize
 
+from cgplan.backends.replacing import replaced
 from cgplan.buffers.outputs import OutputRows
 from cgplan.buffers.static import Tensors
 from cgplan.captures.model_forward import ModelForward
@@ -117,7 +119,9 @@ class ModelGraphs(ModelForward):
         self._rehearsal = Rehearsal(self, put_back)
         lost: tuple[type[Exception], ...] = (RuntimeError,)
         try:
-            yield self._rehearsal
+            # the cache of parametrizations ends with the caller's block
+            with replaced(parametrize, _cache_enabled=0):
+                yield self._rehearsal
             lost = ()
         finally:
             self._rehearsal = None

@@ -266,6 +266,33 @@ class Call:
     ) -> dict[str, Any]:
         return arguments_by_name(signature, self.args, self.kwargs)
 
+    def with_tensors(self, tensors: list[Tensor]) -> Call:
+        args, kwargs = arguments_of(
+            self.form,
+            len(self.args),
+            tuple(self.kwargs),
+            tensors,
+        )
+        return Call(
+            args,
+            kwargs,
+            self.form,
+            tensors,
+        )
+
+
+def arguments_of(
+    form: Form,
+    count: int,
+    keywords: Sequence[str],
+    tensors: Iterable[Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    values = iter(form[1 + len(keywords) :])
+    given = iter(tensors)
+    args = tuple(rebuild(values, given) for _ in range(count))
+    kwargs = {name: rebuild(values, given) for name in keywords}
+    return args, kwargs
+
 
 def arguments_by_name(
     signature: inspect.Signature,
@@ -432,8 +459,7 @@ class ByName(nn.Module):
         self._same = same
         self.names: tuple[str, ...] = ()
         self.outputs: dict[Shapes, tuple[Form, Shapes]] = {}
-        self._values = form[1 + len(self._keywords) :]
-        self.is_plain = set(self._values) == {Tensor}
+        self.is_plain = set(form[1 + len(self._keywords) :]) == {Tensor}
         self.returns_tensor = False
         self.differs = False
         self.returns: Form | None = None
@@ -449,11 +475,7 @@ class ByName(nn.Module):
         self,
         tensors: Iterable[Any],
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        rest = iter(self._values)
-        given = iter(tensors)
-        args = tuple(rebuild(rest, given) for _ in range(self._count))
-        kwargs = {name: rebuild(rest, given) for name in self._keywords}
-        return args, kwargs
+        return arguments_of(self.form, self._count, self._keywords, tensors)
 
     def forward(self, **tensors: Tensor) -> Any:
         wrapped = self.__dict__["wrapped"]

@@ -150,6 +150,9 @@ class Calls:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
+        # without the lock, which another thread may hold while it waits for that capture
+        if current_forward_context() is not None:
+            return self._run_model("inside the forward of another runner", args, kwargs)
         with self._lock:
             form, tensors = call_form(args, kwargs)
             tail = tail_of(tensors, self.device)
@@ -169,23 +172,43 @@ class Calls:
                 if kind.objects is None or kind.objects_hold():
                     break
             else:
-                return self._run_unknown(key, Call(args, kwargs, tuple(form), tensors))
+                return self._run_unknown(key, self._own_call(args, kwargs, form, tensors))
             if kind.eager_reason is not None:
                 return self._run_model(kind.eager_reason, args, kwargs)
             is_same = self._detector is not None and self._detector.holds()
-            if not is_same and self._free_if_changed():
-                return self._run_unknown(key, Call(args, kwargs, tuple(form), tensors))
+            if not is_same:
+                call = self._own_call(args, kwargs, form, tensors)
+                if self._free_if_changed():
+                    return self._run_unknown(key, call)
             if self._is_shared(kind, tensors):
                 return self._run_model(_SHARED, args, kwargs)
             return self._replay(kind, tensors, args, kwargs)
+
+    def _own_call(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        form: list[Any],
+        tensors: list[Tensor],
+    ) -> Call:
+        """With copies of borrowed outputs: captures overwrite them, and graphs that end free
+        them.
+        """
+        call = Call(args, kwargs, tuple(form), tensors)
+        pool = self.pool
+        if pool is None or self._settings.compilation.outputs != "borrow":
+            return call
+        own = list[Tensor]()
+        for tensor in tensors:
+            is_borrowed = pool.backend.in_pool(tensor, pool.handle)
+            own.append(tensor.clone() if is_borrowed else tensor)
+        return call.with_tensors(own)
 
     def _reason_of_context(self, wants_grad: bool) -> str | None:
         if self._has_modes and self._module.training:
             reason = "the model is in training mode; call .eval() for graphs"
             self.tell_once(reason)
             return reason
-        if current_forward_context() is not None:
-            return "inside the forward of another runner"
         if wants_grad:
             if _saving_hooks(False) is not None:
                 return "hooks save tensors for backward, as activation checkpointing does"
@@ -335,6 +358,10 @@ class Calls:
     ) -> Any:
         assert kind.runner is not None
         inputs: dict[str, Any] = dict(zip(kind.specs, tensors, strict=True))
+        wants_grad = kind.requires_grad and torch.is_grad_enabled()
+        again: OwnCode | None = None
+        if wants_grad and self._settings.recomputes:
+            again = self._own_code_again(args, kwargs)
         try:
             output = kind.runner(**inputs)
         except NumbersError as error:
@@ -346,8 +373,7 @@ class Calls:
             if kind.forward.differs:
                 self._relearn(kind)
                 kind.return_as_seen(tensors)
-        if kind.requires_grad and torch.is_grad_enabled():
-            again = self._own_code_again(args, kwargs) if self._settings.recomputes else None
+        if wants_grad:
             output = with_gradients(output, kind.requires_grad, again, self._name)
         if kind.forward.returns_tensor:
             return output
@@ -391,8 +417,9 @@ class Calls:
         """Raises GradientError where the model has changed."""
         assert self._detector is not None
         record = self._detector.record
-        _, given = call_form(args, kwargs)
-        tensors = [*self._tensors, *given]
+        form, given = call_form(args, kwargs)
+        call = self._own_call(args, kwargs, form, given)
+        tensors = [*self._tensors, *call.tensors]
         versions = list(map(version_of, tensors))
         ambient = AmbientState.now(self.device)
 
@@ -406,7 +433,7 @@ class Calls:
                     "arguments as they were.",
                 )
             with ambient._replace(grad=True, inference=False).entered(self.device):
-                return taken_apart(self._model(*args, **kwargs))[1]
+                return taken_apart(self._model(*call.args, **call.kwargs))[1]
 
         return run
 

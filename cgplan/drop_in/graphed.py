@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import EllipsisType, MethodType
 from typing import Any, Literal, Self, cast
@@ -16,6 +17,7 @@ from typing import Any, Literal, Self, cast
 import torch
 from torch import Tensor, nn
 
+from cgplan.backends.context import capture_allowed
 from cgplan.config.load import writing
 from cgplan.drop_in.call_form import module_of, share
 from cgplan.drop_in.calls import Calls
@@ -290,6 +292,10 @@ class Graphed:
         setattr(self._wrapped, name, value)  # which the forward may read
         self._calls.suspect()
 
+    def __delattr__(self, name: str) -> None:
+        delattr(self._wrapped, name)
+        self._calls.suspect()
+
     def __reduce__(self) -> Any:
         name = getattr(self._wrapped, "__qualname__", "")
         # pickle finds it by name
@@ -532,6 +538,8 @@ class _Generate:
             return default if found is None else found
 
         prompt = inputs if inputs is not None else given.get("input_ids")
+        if given.get("cache_implementation") == "static":  # it gets one
+            del given["cache_implementation"]
         other = list(filter(setting, _OTHER_CACHES))
         if setting("num_beams", 1) > 1:
             other.append("num_beams")
@@ -545,7 +553,9 @@ class _Generate:
                 "for graphs"
             )
         if prompt is None or other:
-            return own(model, inputs, generation_config, *others, **given)
+            has_cache = any(name in given for name in CACHE_ARGUMENTS)
+            with nullcontext() if has_cache else capture_allowed(False):
+                return own(model, inputs, generation_config, *others, **given)
         length = prompt.shape[1]
         longest = length + setting("max_new_tokens", 0)
         if longest == length:

@@ -71,12 +71,6 @@ class AmbientState(NamedTuple):
         return "off" if self.autocast is None else f"in {self.autocast}"
 
 
-def number_of(generator: torch.Generator) -> int:
-    """One number for all Python objects of a generator."""
-    number: int = generator._cdata  # type: ignore[attr-defined]
-    return number
-
-
 @contextmanager
 def random_state_kept(
     device: torch.device,

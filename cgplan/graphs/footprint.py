@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_map_only
 
+from cgplan.backends.backend import number_of
 from cgplan.backends.blame import blamed_line
 from cgplan.backends.capture_answers import answering
 from cgplan.backends.context import current_forward_context
@@ -50,7 +51,7 @@ from cgplan.backends.host_sync import (
     written_tensors,
 )
 from cgplan.errors import CaptureError, first_line
-from cgplan.graphs.ambient import number_of, random_state_kept
+from cgplan.graphs.ambient import random_state_kept
 from cgplan.graphs.fingerprint import ABSENT, Change, Fingerprint, is_same, is_tensor, is_within
 from cgplan.graphs.put_back import PutBack
 

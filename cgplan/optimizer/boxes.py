@@ -40,6 +40,7 @@ from cgplan.optimizer.paths import (
     best_paths,
 )
 from cgplan.optimizer.propose import EXACT, Proposal
+from cgplan.optimizer.search import ROUNDING
 from cgplan.planning.build import (
     build_plan,
     lora_cases,
@@ -188,7 +189,8 @@ class _Case:
             self.base.lora_cases,
         )
         self._dims = dims_of(self.config)
-        self._given = self.config.budget.model_dump(exclude_none=True)
+        given = self.config.budget.model_dump(exclude_none=True)
+        self._given = {limit: given[limit] * (1 + ROUNDING) for limit in LIMITS if limit in given}
         batches = np.array([*traffic.counts])
         self._weights = np.array(
             [*traffic.counts.values()],

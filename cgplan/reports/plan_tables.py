@@ -170,13 +170,13 @@ def said(plan: Plan, brief: bool = False) -> list[Fact]:
     for name in ("traffic_notes", "times_notes", "notes"):
         notes += evidence.get(name, ())
     warnings = (*plan.warnings, *plan.lint, *evidence.get("warnings", ()))
-    decided = labelled("decided", evidence.get("decisions", ()))
+    weighed = labelled("weighed", evidence.get("decisions", ()))
     told = labelled("warning", warnings) + labelled("note", notes)
-    shown = max(MOST_SAID - len(decided), 2)
+    shown = max(MOST_SAID - len(weighed), 2)
     left = len(told) - shown
     if not brief or left <= 0:
-        return [*decided, *told]
-    return [*decided, *told[:shown], ("", f"and {left} more, which --verbose shows")]
+        return [*weighed, *told]
+    return [*weighed, *told[:shown], ("", f"and {left} more, which --verbose shows")]
 
 
 def _headline(plan: Plan, evidence: Evidence) -> str:

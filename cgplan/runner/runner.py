@@ -408,7 +408,8 @@ class GraphRunner:
         invalid_modes: Modes = None,
     ) -> StagedBuffers:
         """The static buffers' rows, to be written in place without a copy; leaving the block runs
-        the batch. The same counts give the same object: read its output first.
+        the batch. The same counts give the same object: read its output first. Where ``stage``
+        captures on demand, it overwrites borrowed outputs.
 
             with runner.stage(num_tokens=13) as buffers:
                 buffers["input_ids"].copy_(ids)

@@ -225,7 +225,7 @@ def sized_rows(
         **fields,
     )
     form: Form[Any] = Form(
-        f"a table of {figure}",
+        "the table",
         row,
         named,
         error,

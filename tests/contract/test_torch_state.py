@@ -13,6 +13,7 @@ import torch
 from checks import capture as bare
 from checks import same
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from ways import (
     GraphBackend,
     Model,
@@ -53,6 +54,28 @@ def test_the_autocast_cache_of_weights(backend: GraphBackend, way: str) -> None:
     nn.init.constant_(model.stem.weight, 4)
     with torch.autocast(**autocast):
         same(runner(x=x), full(backend, 9).bfloat16())
+
+
+def test_the_cache_of_parametrizations(backend: GraphBackend) -> None:
+    """In a block of ``parametrize.cached()`` torch keeps computed weights; a capture that reads them has them for ever."""
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.ReLU()).to(backend.device).eval()
+    double_weight = nn.Sequential(nn.Identity(), Twice())
+    parametrize.register_parametrization(model[0], "weight", double_weight)
+    nn.init.constant_(model[0].parametrizations.weight.original, 1)
+    x = full(backend, 1)
+    with parametrize.cached(), torch.no_grad():
+        model(x)
+        inputs = {"input": cgplan.Input(shape=("num_tokens", 2), dtype="float32", pad=0)}
+        sizes = {"cudagraph_capture_sizes": [len(x)]}
+        runner = cgplan.capture(model, inputs, compilation=sizes, device=str(backend.device))
+    nn.init.constant_(model[0].parametrizations.weight.original, 4)
+    same(runner(input=x), full(backend, 16))
+    runner.close()
+
+
+class Twice(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * 2
 
 
 class Between(nn.Module):
@@ -193,3 +216,15 @@ def test_the_random_generator_after_a_failed_capture(backend: GraphBackend, way:
         open_runner(backend, Model(backend, way, stem), way)
     assert not torch.equal(torch.rand_like(x), torch.rand_like(x))
     same(open_runner(backend, Model(backend, way, double), way)(x=x), x * 2 + 1)
+
+
+def test_a_generator_that_the_forward_makes(backend: GraphBackend) -> None:
+    """A replay would go on drawing where each run of the model begins anew."""
+
+    def forward(x: Tensor) -> Tensor:
+        generator = torch.Generator(x.device).manual_seed(0)
+        return x + torch.rand(2, generator=generator, device=x.device)
+
+    inputs = {"x": cgplan.Input(shape=("num_tokens", 2), dtype="float32", pad=0)}
+    with pytest.raises(CaptureError):
+        cgplan.capture(forward, inputs, device=str(backend.device))

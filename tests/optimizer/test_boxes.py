@@ -248,6 +248,16 @@ def test_a_bound_prices_the_pool_and_static_buffers() -> None:
     assert proven >= 0.8 * found > 10
 
 
+def test_a_sum_of_seconds_that_is_the_limit_is_paid_for() -> None:
+    """11 boxes of 0.1 s after 0.5 s are a little over 1.6 s as floats are added."""
+    costs = DrawnCosts(np.random.default_rng(8), alike=True)
+    costs.took, costs.once_seconds = np.array([0.1]), 0.5
+    counts = {(rows, columns): 1 for rows in (1, 4, 9, 64) for columns in (20, 64, 200, 500)}
+    found = propose_boxes(config_of(budget={"capture_time": 1.6}), traffic_of(counts), costs=costs)
+    assert found.evidence.graphs == 11
+    assert found.evidence.binding == ("capture_time",)
+
+
 def test_a_plan_is_proven_where_the_pool_takes_much_of_the_memory() -> None:
     rng = np.random.default_rng(8)
     costs = DrawnCosts(rng, alike=True)
