@@ -1306,3 +1306,30 @@ def test_calls_without_a_batch_say_why(arguments: tuple[Any, ...], reason: str) 
     g = cgplan.graphed(lambda x: x * 2, device="cpu")
     g(*arguments)
     assert f"1 call ran eagerly: {reason}" in g.explain()
+
+
+def test_boxes_beyond_what_a_configuration_holds_run_eagerly(backend: GraphBackend) -> None:
+    def double(x: Tensor) -> Tensor:
+        return x * 2
+
+    g = cgplan.graphed(double, dynamic={"x": {dim: f"d{dim}" for dim in range(6)}})
+    x = torch.randn(6 * [9], device=backend.device)
+    for _ in range(4):
+        assert torch.equal(g(x), double(x))
+    assert "10,000" in g.explain()
+
+
+def test_an_interrupted_warm_up_leaves_the_state(backend: GraphBackend) -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.n = nn.Buffer(torch.zeros(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.n.add_(1)
+            raise KeyboardInterrupt
+
+    model = Counting().to(backend.device).eval()
+    with pytest.raises(KeyboardInterrupt):
+        cgplan.graphed(model).warm_up(torch.ones(2, 2, device=backend.device))
+    assert model.n.item() == 0

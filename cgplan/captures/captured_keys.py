@@ -176,7 +176,7 @@ class CapturedKeys:
         start = time.perf_counter()
         new: tuple[Key, ...] = ()
         try:
-            with self.guard.timed(), self.graphs.captures_again() as rehearsal:
+            with self.graphs.captures_again() as rehearsal, self.guard.timed():
                 if self._workspace_bytes is None:
                     self.guard.start_in_service()
                 if renew:
@@ -223,10 +223,11 @@ class CapturedKeys:
         pools = self.graphs.pools
         pool_bytes = pools.nbytes
         waiting = list(keys)
+        served = set[Key]()  # before a key in service was given up
         done = 0
         while waiting:
             key = waiting.pop(0)
-            if not self.guard.allows(key):
+            if key not in served and not self.guard.allows(key):
                 if not in_service:
                     return
                 self._remember_refusal(key)
@@ -254,6 +255,7 @@ class CapturedKeys:
                 self.ranks.dropped()
                 done = 0
                 if in_service:
+                    served.update(captured)
                     waiting = [*captured, *waiting]
                 elif captured:
                     waiting = list(captured)

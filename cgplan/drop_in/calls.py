@@ -679,7 +679,7 @@ class Calls:
             missing = kind.route(sizes).missing
             if missing is not None and is_capture_allowed() and self._make_room(kind, missing):
                 runner.exchange([missing])
-        except (CaptureError, ModelError) as error:
+        except CgplanError as error:
             return error
         finally:
             kind.batch = {}
@@ -831,14 +831,18 @@ class Calls:
             except Exception as error:
                 failed.append(error)
 
-        while True:
-            kind, sizes = self._kind_of(Family(), call)
-            if failed or kind.eager_reason is not None or kind.may_capture:
-                break
-            look(first_calls, kept)
-        if failed or kind.eager_reason is not None:
-            kept.forget_captures()
-        kept.restore()
+        stays = False
+        try:
+            while True:
+                kind, sizes = self._kind_of(Family(), call)
+                if failed or kind.eager_reason is not None or kind.may_capture:
+                    break
+                look(first_calls, kept)
+            stays = not failed and kind.eager_reason is None
+        finally:
+            if not stays:
+                kept.forget_captures()
+            kept.restore()
         if failed:
             raise failed[0]
         return kind, sizes

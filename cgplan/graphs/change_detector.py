@@ -211,9 +211,10 @@ class ChangeDetector:
             return
         with _lock:
             if kind == "Dict" or _takes_version(value):
-                getattr(ctypes.pythonapi, f"Py{kind}_Watch")(watcher, ctypes.py_object(value))
+                # first, as a collection may end another detector of the value
                 _flags.setdefault(address, []).append(self._flag)
                 self._watched[address] = kind, value
+                getattr(ctypes.pythonapi, f"Py{kind}_Watch")(watcher, ctypes.py_object(value))
 
     def _is_reported(
         self,

@@ -84,8 +84,8 @@ class Verifier:
     ) -> None:
         """Replay a batch in the static buffers, and verify it. Raises NumbersError."""
         due = call.due
+        due.left = 1  # also if the model's own code raises
         record, output = self.verify(call, values)
-        due.left = 1
         if record.failure is None:
             if self._policy == "first":
                 due.left = NEVER
@@ -123,7 +123,7 @@ class Verifier:
             comparison = _Comparison(graphs, self._copied, call, values)
             try:
                 eager = comparison.run(comparison.own_code)
-            except Exception as error:
+            except BaseException as error:
                 comparison.begin.put_back()
                 if not isinstance(error, torch.OutOfMemoryError):
                     raise

@@ -6,6 +6,7 @@ import gc
 import json
 import re
 import threading
+import time
 from collections.abc import Callable
 from itertools import count
 from types import SimpleNamespace
@@ -761,6 +762,22 @@ def test_the_prediction_says_which_keys_failed_or_wait() -> None:
     assert "note 1 key (FULL: 4) failed: not captured" in part
     assert "note 1 key (FULL: 1) over the budget: not captured" in part
     assert "note 1 key waiting for a batch" in part
+    runner.close()
+
+
+def test_graphs_that_served_stay_if_a_slow_key_is_given_up() -> None:
+    def asking(x: Tensor) -> Tensor:
+        if x.shape[0] == 16:
+            time.sleep(0.7)
+            return x * x.sum().item()
+        return x * 2
+
+    lazy = {"compilation": {"capture_policy": "lazy"}, "model": asking}
+    runner = open_runner({"capture_time": 1.3}, **lazy)
+    for rows in (1, 4, 16):
+        runner(x=torch.ones(rows, WIDTH))
+    assert sizes(runner.plan.keys) == [4, 1]
+    assert [failed.descriptor.num_tokens for failed in runner.report.failed] == [16]
     runner.close()
 
 

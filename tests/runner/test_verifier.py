@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -127,6 +128,24 @@ def test_an_error_of_the_model_is_typed(backend: GraphBackend) -> None:
     runner = verified(backend, model)
     model.is_captured = True
     with pytest.raises(ModelError, match="ValueError: not today"):
+        runner(x=rows(backend, 2))
+
+
+def test_an_error_in_a_comparison_is_not_the_last_comparison(backend: GraphBackend) -> None:
+    hidden = threading.local()
+    hidden.factor = 2
+
+    def model(x: Tensor) -> Tensor:
+        if hidden.factor is None:
+            raise ValueError("not today")
+        return x * hidden.factor
+
+    runner = verified(backend, model)
+    hidden.factor = None
+    with pytest.raises(ModelError, match="not today"):
+        runner(x=rows(backend, 2))
+    hidden.factor = 3
+    with pytest.raises(NumbersError):
         runner(x=rows(backend, 2))
 
 
