@@ -17,7 +17,7 @@ from cgplan.backends import MemoryReading
 from cgplan.backends.backend import span
 from cgplan.captures.audit import audit, audit_error
 from cgplan.captures.budget import NO_GRAPH, BudgetGuard
-from cgplan.captures.capturer import Capturer, Uncaptured, driver_bytes
+from cgplan.captures.capturer import Capturer, Next, driver_bytes
 from cgplan.captures.environment import describe_environment
 from cgplan.captures.failures import drop_locals
 from cgplan.captures.model_graphs import ModelGraphs
@@ -241,7 +241,7 @@ class CapturedKeys:
                 self.history.append(found)
                 pool_bytes += found.pool_growth
                 continue
-            if found is Uncaptured.START_AGAIN:
+            if found is Next.START_AGAIN:
                 assert not in_service, "captures in service have warm-ups"
                 waiting = [*capture_order(self._records), key, *waiting]
                 self._free_all()
@@ -265,11 +265,11 @@ class CapturedKeys:
         self,
         key: Key,
         remaining: int,
-    ) -> GraphRecord | Uncaptured:
+    ) -> GraphRecord | Next:
         try:
             with span(f"{key[0]} {key[1]}", num_tokens=key[1].num_tokens) as shown:
                 found = self._capturer.capture(key, in_service=self._in_service)
-                if isinstance(found, Uncaptured):
+                if isinstance(found, Next):
                     return found
                 for name in ("pool_growth", "driver_bytes", "nodes", "graphs"):
                     shown[name] = getattr(found, name)
@@ -293,7 +293,7 @@ class CapturedKeys:
                 self._remember(key, type(error).__name__, error.message)
             else:
                 self.guard.ran_out(key, error)
-        return Uncaptured.REFUSED
+        return Next.GIVE_UP
 
     def _remember_refusal(self, key: Key) -> None:
         stop = self.guard.stops[-1]

@@ -45,11 +45,12 @@ _STOPPED = (
 )
 
 
-class Uncaptured(Enum):
-    """What comes next: all keys again with warm-ups, or other keys."""
+class Next(Enum):
+    """After an attempt without a graph: the key again, all keys with warm-ups, or others."""
 
+    TRY_AGAIN = auto()
     START_AGAIN = auto()
-    REFUSED = auto()
+    GIVE_UP = auto()
 
 
 class _Clock(NamedTuple):
@@ -144,7 +145,7 @@ class Capturer:
         self._lanes = set[Lane]()  # that had a warm-up
         self._may_be_uncomputed = False
 
-    def capture(self, key: Key, *, in_service: bool = False) -> GraphRecord | Uncaptured:
+    def capture(self, key: Key, *, in_service: bool = False) -> GraphRecord | Next:
         """``in_service``: a failure leaves other keys as they are. Raises CaptureError; ModelError
         if the model failed before its capture.
         """
@@ -152,15 +153,14 @@ class Capturer:
         self._graphs.addresses.is_outdated = True
         self._all_need_warm_up |= in_service
         began = _Clock.now()
-        found: GraphRecord | Uncaptured | None = None
+        found: GraphRecord | Next = Next.TRY_AGAIN
         with self._graphs.rehearsing() as rehearsal:
-            while found is None:
+            while found is Next.TRY_AGAIN:
                 found = self._try(rehearsal, _Attempt(key, in_service, began))
                 rehearsal.put_back.restore(between_keys=True)
         return found
 
-    def _try(self, rehearsal: Rehearsal, attempt: _Attempt) -> GraphRecord | Uncaptured | None:
-        """None: try again."""
+    def _try(self, rehearsal: Rehearsal, attempt: _Attempt) -> GraphRecord | Next:
         graphs = self._graphs
         backend = graphs.backend
         key = attempt.key
@@ -207,10 +207,8 @@ class Capturer:
         self.inspection_seconds += time.perf_counter() - done
         return record
 
-    def _failed(
-        self, rehearsal: Rehearsal, attempt: _Attempt, error: Exception
-    ) -> Uncaptured | None:
-        """None: try again. Raises where another attempt does not help."""
+    def _failed(self, rehearsal: Rehearsal, attempt: _Attempt, error: Exception) -> Next:
+        """Raises where another attempt does not help."""
         graphs = self._graphs
         mode = attempt.key[0]
         has_begun = attempt.before is not None
@@ -233,7 +231,7 @@ class Capturer:
         graphs.evict([attempt.key])
         rehearsal.put_back.restore(between_keys=True)
         if not needs_warm_up:
-            return None
+            return Next.TRY_AGAIN
         rehearsal.refuse_changed(str(attempt))
         is_held = graphs.pools.memory().held > 0
         self._may_be_uncomputed |= is_held
@@ -241,14 +239,14 @@ class Capturer:
         is_lasting = is_held or not is_explained
         return self._again_with_warm_up(attempt.key, failure.message if is_lasting else "")
 
-    def _again_with_warm_up(self, key: Key, because: str) -> Uncaptured | None:
+    def _again_with_warm_up(self, key: Key, because: str) -> Next:
         """``because``: why all keys start again."""
         self._need_warm_up.add(key)
         if not because:
-            return None
+            return Next.TRY_AGAIN
         self._all_need_warm_up = True
         self.started_again = because
-        return Uncaptured.START_AGAIN
+        return Next.START_AGAIN
 
     def refuse_uncomputed(self) -> None:
         """Raise CaptureError if the model keeps tensors of a failed capture."""

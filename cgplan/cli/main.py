@@ -52,9 +52,19 @@ PLAIN: dict[str, Any] = {  # the same help on every terminal
 
 class _Plans(TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """A configuration may stand in the place of a command."""
-        if args and args[0].endswith(YAML):
-            args = ["--file", *args]
+        """A configuration may stand in the place of a command, also after options."""
+        with_value = {"--"}
+        for option in self.params:
+            if not getattr(option, "is_flag", False):
+                with_value.update(option.opts)
+        before = ""
+        for at, word in enumerate(args):
+            if word in self.commands:
+                break
+            if word.endswith(YAML) and before not in with_value:
+                args = [*args[:at], "--file", *args[at:]]
+                break
+            before = word
         return super().parse_args(ctx, args)
 
 

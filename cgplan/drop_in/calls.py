@@ -696,7 +696,7 @@ class Calls:
         kind: Kind,
         sizes: dict[str, int],
     ) -> GraphRunner:
-        """Without graphs unless ``capture_policy`` is ``eager``."""
+        """Without graphs unless ``capture_policy`` is ``eager``: ``exchange`` captures them."""
         kind.close()
         self._known.clear()
         settings = self._settings

@@ -90,8 +90,8 @@ class GraphRunner:
         self._used = self._replays_before
         self._serve(captured)
 
-    # Each ends more: looked-up calls, also staged ones (evicted graphs wait for outputs), routes,
-    # graphs.
+    # Each of these ends more than the one above: calls that were looked up; staged ones, too, as
+    # evicted graphs wait for their outputs; routes; graphs.
 
     def _look_up_anew(self) -> None:
         self._calls: dict[Seen, PreparedCall] = {}

@@ -597,7 +597,8 @@ class StepClock:
         import numpy as np  # takes longer than all of planning, and most commands do without
 
         dispatch = CudagraphDispatcher(plan).dispatch
-        largest = max(plan.max_num_batched_tokens, plan.max_capture_size)
+        decode = plan.max_num_seqs * plan.query_len
+        largest = max(plan.max_num_batched_tokens, plan.max_capture_size, decode)
         tokens = np.arange(largest + 1)
 
         @cache
@@ -623,7 +624,7 @@ class StepClock:
 
         # batches between two of these sizes run as the larger one does
         captured = [descriptor.num_tokens for _, descriptor in plan.keys]
-        self._bounds = sorted({*captured, plan.max_num_batched_tokens + 1})
+        self._bounds = sorted({*captured, largest + 1})
         self._answer = answer
         self._table = table
         self._extrapolated: set[StepShape] = set()

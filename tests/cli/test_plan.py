@@ -213,6 +213,26 @@ def test_plan_for_requests_is_made_with_the_step_times_of_the_plan(home: Path) -
     assert plan.evidence["traffic_weight"] == 60
 
 
+def test_more_requests_decode_than_tokens_are_prefilled_where_both_are_apart(home: Path) -> None:
+    (home / "trace.csv").write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(f"{n / 99},9,40\n" for n in range(30))
+    )
+    given = settings(
+        "scheduler.mixed_batches=false",
+        "scheduler.max_num_seqs=16",
+        "scheduler.max_num_batched_tokens=8",
+        "compilation.cudagraph_capture_sizes=null",
+    )
+    plan = plan_of(*PLAN, *given, "--traffic", "trace.csv")
+    assert plan.evidence is not None
+    assert plan.evidence["expected_us"]["plan"] > 0
+
+
+def test_the_file_of_a_plan_may_stand_after_options(home: Path) -> None:
+    found = good("plan", "--max-graphs", "2", "good.yaml").stdout
+    assert found == good(*PLAN, "--max-graphs", "2").stdout
+
+
 def test_sglang_captures_no_more_than_the_plan_allows(home: Path) -> None:
     """Decode and prefill have graphs of their own, whichever mode; a check knows the scheduler and the rule."""
     use_traffic(home)
