@@ -407,7 +407,12 @@ class Planner:
                 low = middle
         held = [pair for pair in found if pair[1].holds]
         fewest, miss = min(held, key=lambda pair: pair[0].num_graphs)
-        return fewest.model_copy(update={"budget": plan.budget}), miss
+        if fewest is plan:
+            return plan, miss
+        number = "budget.max_graphs in what follows is that number"
+        rule = f"the fewest graphs of those tried with which the SLO holds; {number}"
+        evidence = {**(fewest.evidence or {}), "rule": rule}
+        return fewest.model_copy(update={"budget": plan.budget, "evidence": evidence}), miss
 
     def _with_service(
         self,

@@ -131,6 +131,7 @@ def test_an_slo_is_held_by_the_fewest_graphs() -> None:
     assert 0 < len(held.keys) < len(free.keys)
     assert f"holds with {len(held.keys)} graph" in decisions(held)
     assert held.evidence is not None
+    assert held.evidence["rule"].startswith("the fewest graphs of those tried with which the SLO")
     assert held.evidence["service"][0]["service"]["tpot_us"]["p99"] <= 10_000
     fewer = plan_of(*GIVEN, "--mode", "keep", "--max-graphs", str(len(held.keys) - 1 or 1))
     assert fewer.evidence is not None
