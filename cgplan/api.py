@@ -77,7 +77,7 @@ def capture(
     if model is not None:
         refuse_no_model(model)
     sections = {
-        "inputs": _declared(inputs) if isinstance(inputs, Mapping) else inputs,
+        "inputs": None if inputs is None else _declared(inputs),
         "metadata": metadata,
         "dims": dims,
         "compilation": compilation,
@@ -142,6 +142,12 @@ def _configuration(config: Any, sections: dict[str, Any]) -> Config:
 
 
 def _declared(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(inputs, Mapping):
+        raise ConfigError(
+            f"inputs is a {type(inputs).__name__}",
+            remedy='Name each argument of the forward, as in {"x": x}; cgplan.graphed takes '
+            "arguments as they are.",
+        )
     for name, value in inputs.items():
         parts = value.values() if isinstance(value, Mapping) else value
         is_list = isinstance(value, Mapping | list | tuple)

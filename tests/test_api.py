@@ -71,7 +71,7 @@ def test_a_configuration_stands_in_place_of_sections(path: Path) -> None:
         cgplan.capture("double.py:build")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="neither inputs nor config"):
         cgplan.capture(lambda x: x)
-    with pytest.raises(ConfigError, match="inputs: found"):
+    with pytest.raises(ConfigError, match="inputs is a list"):
         cgplan.capture(lambda x: x, [X])  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="configuration: found 3"):
         cgplan.capture(lambda x: x, config=3)  # type: ignore[arg-type]
@@ -198,3 +198,11 @@ def test_named_dimensions_are_a_section() -> None:
     assert torch.equal(runner(x=x), x * 2)
     assert runner.stats.replays
     runner.close()
+
+
+def test_inputs_without_names_are_refused_without_their_contents() -> None:
+    model = torch.nn.Linear(4, 4).eval()
+    for inputs, kind in ((torch.randn(2, 4), "Tensor"), ([torch.randn(2, 4)], "list")):
+        with pytest.raises(cgplan.ConfigError, match=f"inputs is a {kind}") as raised:
+            cgplan.capture(model, inputs)  # type: ignore[arg-type]
+        assert "tensor(" not in str(raised.value)

@@ -98,8 +98,8 @@ class Verifier:
             f"the replay of {record.mode} {record.descriptor} differs from the model's own "
             f"code: {record.failure}",
             remedy="Look for numbers and branches that Python computed at capture, moved tensors, "
-            "padding that reaches real rows, and random operators that do not draw from torch's "
-            "generators.",
+            "padding that reaches real rows (as in training mode: call .eval()), and random "
+            "operators that do not draw from torch's generators.",
             output=output,
         )
 
