@@ -101,6 +101,12 @@ def run_plan(
     elif has_traffic:
         rules = {"one_list": one_list, "apart": has_two_lists}
         plan = _for_traffic(config, loads, priced, rules)
+        if request.emit and loads.is_on_tape:
+            raise StepTimeError(
+                "a plan by step times of the CPU stand-in is not emitted",
+                remedy="Give --step-times FILE of a GPU, by `cgplan bench` there or an engine's "
+                "log (docs/planning.md).",
+            )
     else:
         plan = _by_ladder(config, priced, one_list)
     if vllm:
@@ -110,7 +116,7 @@ def run_plan(
         for line in dict.fromkeys((*announcements(plan), *told)):
             note(line)
     known: Engine | None = "vllm" if vllm and not engine else engine
-    if known and are_own_times:
+    if known and are_own_times and not loads.is_on_tape:
         plan = with_emission(plan, known, parallelism)
     shown = _shown(plan, request)
     publish(plan, request.output, as_json=request.as_json, html=request.html, shown=shown)
@@ -361,6 +367,7 @@ def _times_of(
     assert isinstance(report, BenchReport)
     subject = f"the step times of {file}"
     environment = report.environment
+    loads.is_on_tape = environment.is_tape
     notes = [*times.notes, *about(subject, report.capture.plan, environment, config)]
     measured_on = environment.as_machine
     if environment.driver is not None and machine not in (None, measured_on):

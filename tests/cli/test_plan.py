@@ -538,6 +538,10 @@ def test_plan_says_whose_step_times_it_uses(home: Path) -> None:
         notes = " ".join(evidence["times_notes"])
         assert "not of a GPU" in notes
         assert ("measured with another configuration" in notes) == told
+    message = refused(errors.StepTimeError, *command, "--emit", "vllm")
+    assert "of the CPU stand-in is not emitted" in message
+    own = ("plan", "--vllm", "{}", "--traffic", "traffic.csv", "--step-times", "bench.json")
+    assert "--compilation-config" not in good(*own).stdout
 
 
 @pytest.mark.parametrize(("unit", "is_told"), [(1e-3, True), (1, False), (1e3, True)])
