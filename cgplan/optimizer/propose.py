@@ -635,7 +635,7 @@ class Case:
             not_worth=tuple(self._not_worth()),
             notes=tuple(self._notes()),
             warnings=(*warnings, *lint(plan, run)),
-            verdict=self._verdict(asked),
+            verdict=self._verdict(asked) + self._doubt(),
             unbounded=unbounded,
             padding=run.padding,
             left_out=_by_lane(self._left_out()),
@@ -882,6 +882,21 @@ class Case:
                 f"these graphs take {format_bytes(more)} more memory than {ladder.words}: "
                 f"--memory {theirs}MiB (budget.memory) plans for no more"
             )
+
+    def _doubt(self) -> str:
+        """Of a plan that most steps run beyond the measured sizes."""
+        times = self.run.times
+        by_graphs = 0.0
+        beyond = 0.0
+        for use in self.run.uses:
+            if use.size is None:
+                continue
+            by_graphs += use.weight
+            if use.size > times.measured_to(use.lane.mode, use.lane.num_active_loras):
+                beyond += use.weight
+        if beyond <= by_graphs / 2:
+            return ""
+        return f"; {beyond / by_graphs:.0%} of these steps have sizes that were not measured"
 
     def _verdict(self, ladder: LadderPoint | None) -> str:
         if self.plan.mode is CUDAGraphMode.NONE:

@@ -544,6 +544,18 @@ def test_plan_says_whose_step_times_it_uses(home: Path) -> None:
     assert "--compilation-config" not in good(*own).stdout
 
 
+def test_a_verdict_says_that_sizes_were_not_measured(home: Path) -> None:
+    """Most steps have 2 or more tokens."""
+    command = use_traffic(home)
+    rows = "".join(f"{mode},1,{time}\n" for mode, time in (("NONE", 900), ("FULL", 100)))
+    (home / "short.csv").write_text(f"mode,num_tokens,microseconds\n{rows}")
+    doubt = "% of these steps have sizes that were not measured"
+    for name, told in (("short.csv", True), ("times.csv", False)):
+        evidence = plan_of(*command[:-1], name).evidence
+        assert evidence is not None
+        assert (doubt in evidence["verdict"]) is told
+
+
 @pytest.mark.parametrize(("unit", "is_told"), [(1e-3, True), (1, False), (1e3, True)])
 def test_step_times_in_another_unit_are_told(home: Path, unit: float, is_told: bool) -> None:
     times = {"NONE": 14000, "FULL": 4500}
