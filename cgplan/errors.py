@@ -115,7 +115,7 @@ class DispatchMissError(CgplanError):
 
 
 class ReportError(CgplanError):
-    """A file is no report or plan, or has another schema version."""
+    """The file is not a report or plan, or its schema version differs."""
 
     exit_code = 16
 

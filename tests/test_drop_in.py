@@ -844,6 +844,19 @@ def test_a_borrowed_output_is_an_argument_of_calls_that_capture(backend: GraphBa
     assert replays(g) > 8
 
 
+def test_a_list_that_the_model_changes_is_the_callers(backend: GraphBackend) -> None:
+    def logging(x: Tensor, log: list[int]) -> Tensor:
+        log.append(1)
+        return x + 1
+
+    g = cgplan.graphed(logging, outputs="borrow")
+    x = torch.ones(2, 2, device=backend.device)
+    for _ in range(5):
+        log = list[int]()
+        g(x, log)
+        assert log == [1]
+
+
 def test_gradients_of_calls_on_borrowed_outputs(backend: GraphBackend) -> None:
     model = nn.Linear(8, 8).to(backend.device).eval()
     g = cgplan.graphed(model, outputs="borrow", grad="recompute")

@@ -100,13 +100,7 @@ def run_plan(
         plan = _for_sizes(config, loads, priced, is_emitted=request.emit is not None)
     elif has_traffic:
         rules = {"one_list": one_list, "apart": has_two_lists}
-        plan = _for_traffic(config, loads, priced, rules)
-        if request.emit and loads.is_on_tape:
-            raise StepTimeError(
-                "a plan by step times of the CPU stand-in is not emitted",
-                remedy="Give --step-times FILE of a GPU, by `cgplan bench` there or an engine's "
-                "log (docs/planning.md).",
-            )
+        plan = _for_traffic(config, loads, priced, rules, is_emitted=request.emit is not None)
     else:
         plan = _by_ladder(config, priced, one_list)
     if vllm:
@@ -322,11 +316,19 @@ def _for_traffic(
     loads: Loads,
     priced: Priced,
     rules: dict[str, bool],
+    *,
+    is_emitted: bool,
 ) -> Plan:
     from cgplan.cli.decisions import LARGE, Planner  # numpy from here on
     from cgplan.traffic.simulation import RequestTrace
 
     times = _times_of(loads, config, priced.machine)
+    if is_emitted and loads.is_on_tape:
+        raise StepTimeError(
+            "a plan by step times of the CPU stand-in is not emitted",
+            remedy="Give --step-times FILE of a GPU, by `cgplan bench` there or an engine's log "
+            "(docs/planning.md).",
+        )
     sources = _sources(config, loads, build_plan(config))
     if loads.mode is None and loads.step_times and rules["one_list"]:
         loads.mode = ModeChoice.best

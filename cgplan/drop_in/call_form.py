@@ -266,20 +266,6 @@ class Call:
     ) -> dict[str, Any]:
         return arguments_by_name(signature, self.args, self.kwargs)
 
-    def with_tensors(self, tensors: list[Tensor]) -> Call:
-        args, kwargs = arguments_of(
-            self.form,
-            len(self.args),
-            tuple(self.kwargs),
-            tensors,
-        )
-        return Call(
-            args,
-            kwargs,
-            self.form,
-            tensors,
-        )
-
 
 def arguments_of(
     form: Form,
@@ -475,7 +461,12 @@ class ByName(nn.Module):
         self,
         tensors: Iterable[Any],
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return arguments_of(self.form, self._count, self._keywords, tensors)
+        return arguments_of(
+            self.form,
+            self._count,
+            self._keywords,
+            tensors,
+        )
 
     def forward(self, **tensors: Tensor) -> Any:
         wrapped = self.__dict__["wrapped"]

@@ -26,6 +26,7 @@ from cgplan.config import BudgetConfig, validate_config
 from cgplan.drop_in.call_form import (
     Call,
     Form,
+    arguments_of,
     call_form,
     constants_in,
     containers_in,
@@ -64,6 +65,7 @@ from cgplan.runner.session import CaptureSession
 _MOST_CALLS = 4096
 _MOST_KINDS = 256
 _SHARED = "an argument is a tensor of the model, or shares memory that the model writes"
+_INSIDE = "inside the forward of another runner"
 _EXACT = "so nothing is padded, and each shape has its own graph"
 _traits = attrgetter("shape", "dtype", "layout", "device")
 _requires_grad = attrgetter("requires_grad")
@@ -150,9 +152,9 @@ class Calls:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        # without the lock, which another thread may hold while it waits for that capture
+        # not under the lock: its holder may wait for that capture
         if current_forward_context() is not None:
-            return self._run_model("inside the forward of another runner", args, kwargs)
+            return self._run_model(_INSIDE, args, kwargs)
         with self._lock:
             form, tensors = call_form(args, kwargs)
             tail = tail_of(tensors, self.device)
@@ -191,18 +193,19 @@ class Calls:
         form: list[Any],
         tensors: list[Tensor],
     ) -> Call:
-        """With copies of borrowed outputs: captures overwrite them, and graphs that end free
-        them.
-        """
-        call = Call(args, kwargs, tuple(form), tensors)
+        """With copies of borrowed outputs, which captures overwrite and closed graphs free."""
         pool = self.pool
-        if pool is None or self._settings.compilation.outputs != "borrow":
-            return call
         own = list[Tensor]()
+        is_borrowed = False
+        borrows = pool is not None and self._settings.compilation.outputs == "borrow"
         for tensor in tensors:
-            is_borrowed = pool.backend.in_pool(tensor, pool.handle)
-            own.append(tensor.clone() if is_borrowed else tensor)
-        return call.with_tensors(own)
+            if borrows and pool.backend.in_pool(tensor, pool.handle):
+                is_borrowed = True
+                tensor = tensor.clone()
+            own.append(tensor)
+        if is_borrowed:  # else lists and dicts are the caller's
+            args, kwargs = arguments_of(tuple(form), len(args), tuple(kwargs), own)
+        return Call(args, kwargs, tuple(form), own)
 
     def _reason_of_context(self, wants_grad: bool) -> str | None:
         if self._has_modes and self._module.training:
@@ -796,6 +799,9 @@ class Calls:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
+        if current_forward_context() is not None:
+            self.tell_once(_INSIDE)
+            return
         with self._lock:
             form, tensors = call_form(args, kwargs)
             reason = self._reason_of_context(wants_grad=False)

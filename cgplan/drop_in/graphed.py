@@ -512,6 +512,7 @@ class _Generate:
     ) -> None:
         functools.update_wrapper(self, type(model).generate)
         self._model = model
+        self._cache_argument = str(cache_argument(model))
         self._max_cache_len = max_cache_len
         self._caches = dict[Any, Any]()
         self._lock = threading.RLock()
@@ -570,7 +571,7 @@ class _Generate:
         with self._lock:
             if self._is_running:  # a logits processor generates: the cache is in use
                 return own(model, inputs, generation_config, *others, **given)
-            given[cache_argument(model) or ""] = self._cache_of(rows)
+            given[self._cache_argument] = self._cache_of(rows)
             self._is_running = True
             try:
                 return own(model, inputs, generation_config, *others, **given)

@@ -90,14 +90,6 @@ class Candidate(NamedTuple):
         return f"{self.name}, {self.speed}"
 
 
-class Choice(NamedTuple):
-    """``route``: with traces, for a session; None without FULL graphs."""
-
-    config: Config
-    plan: Plan
-    route: SplitRoute | None
-
-
 def choose_mode(
     config: Config,
     model: Callable[..., Any],
@@ -108,7 +100,7 @@ def choose_mode(
     before_key: BeforeKey | None = None,
 ) -> tuple[Config, Plan]:
     """``choose`` without the route."""
-    choice = choose(
+    config, plan, _ = choose(
         config,
         model,
         backend,
@@ -116,7 +108,7 @@ def choose_mode(
         anyway=anyway,
         before_key=before_key,
     )
-    return choice.config, choice.plan
+    return config, plan
 
 
 def choose(
@@ -127,7 +119,7 @@ def choose(
     *,
     anyway: bool = False,
     before_key: BeforeKey | None = None,
-) -> Choice:
+) -> tuple[Config, Plan, SplitRoute | None]:
     """The fastest way to capture a model, for ``cudagraph_mode: AUTO``.
 
     FULL comes first; a module that fails then runs eagerly. PIECEWISE by operators follows where
@@ -136,7 +128,7 @@ def choose(
     wins. The plan ends at the largest size with a gain of 2%; ``anyway``: also below it. The model
     is put back, and all memory is freed. ``before_key`` is as in CaptureSession.
 
-    The notes of the chosen plan say what was tried.
+    Returns the route of FULL graphs, with its traces, too. The plan's notes say what was tried.
 
     Raises:
         ConfigError: an operator of ``splitting_ops`` is missing, or never called.
@@ -211,7 +203,7 @@ def choose(
         "changes": (change, *plan.changes),
         "notes": (*plan.notes, *notes),
     }
-    return Choice(config, plan.model_copy(update=update), route)
+    return config, plan.model_copy(update=update), route
 
 
 def _probe(
@@ -278,16 +270,15 @@ def _tried(
             )
         steps = _operator_times(runner)
     fusible = max(map(_fusible_share, filter(None, steps)), default=1.0)
+    route = runner.graphs.route
     candidate = Candidate(
         name,
         compilation,
         gains,
         nbytes,
         fusible,
+        route if route.name == "full" else None,
     )
-    route = runner.graphs.route
-    if route.name == "full":
-        candidate = candidate._replace(route=route)
     if difference is None:
         return candidate, str(candidate)
     note = f"{name} left out: on example batches {difference}; {candidate.speed}"
