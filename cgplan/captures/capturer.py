@@ -3,12 +3,12 @@
 Note [Captures without a warm-up]
     A capture computes nothing before its first replay, and graphs of a pool write over each other's
     memory. So a capture without a warm-up stands only if it left nothing that others might read: no
-    change of Python, no memory of the pool, no compilation. Models that change Python in each run,
-    or hold compiled code, have a warm-up for each key. After a compilation alone the key is tried
-    again, with a warm-up. Else all are captured again with warm-ups, in a new pool: what the model
-    keeps has been replayed once, and lies where no graph writes. A failed capture cannot be
-    replayed, so the smallest key of a lane runs ahead of captures: a model that keeps something for
-    each size shows it there.
+    change of Python, no memory of the pool, no compilation. Models that change Python in each run
+    have a warm-up for each key, compiled code until two keys in a row compiled nothing in theirs.
+    After a compilation alone the key is tried again, with a warm-up. Else all are captured again
+    with warm-ups, in a new pool: what the model keeps has been replayed once, and lies where no
+    graph writes. A failed capture cannot be replayed, so the smallest key of a lane runs ahead of
+    captures: a model that keeps something for each size shows it there.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from cgplan.modes import Key
 from cgplan.planning.plan import Lane
 from cgplan.reports.records import GraphRecord
 
+_QUIET_KEYS = 2  # whose warm-ups compile nothing, and others' need not run
 _STOPPED = (
     "torch has compiled a function of the model as often as torch._dynamo.config.recompile_limit "
     "allows, and runs it uncompiled in graphs of further sizes: raise the limit, or compile the "
@@ -143,6 +144,8 @@ class Capturer:
         )
         self._need_warm_up = set[Key]()
         self._lanes = set[Lane]()  # that had a warm-up
+        self._run_ahead = set[Lane]()  # by their smallest key
+        self._quiet_keys = 0  # in a row
         self._may_be_uncomputed = False
 
     def capture(self, key: Key, *, in_service: bool = False) -> GraphRecord | Next:
@@ -263,7 +266,8 @@ class Capturer:
         graphs = self._graphs
         facts = graphs.facts
         asked = self._asked_warm_ups
-        is_compiled = rehearsal.put_back.before.is_compiled or graphs.route.splitter is not None
+        holds_compiled = rehearsal.put_back.before.is_compiled and self._quiet_keys < _QUIET_KEYS
+        is_compiled = holds_compiled or graphs.route.splitter is not None
         is_changed = facts.changes_python or bool(facts.outside)
         if self._all_need_warm_up or is_compiled or is_changed or key in self._need_warm_up:
             return 1 if asked == "auto" else max(asked, 1)
@@ -272,6 +276,7 @@ class Capturer:
     def _warm_up(self, rehearsal: Rehearsal, key: Key, runs: int) -> None:
         graphs = self._graphs
         outside = graphs.facts.outside
+        compiled = _Clock.now().compile_seconds
         for _ in range(runs):
             log: Any = nullcontext()
             if outside:  # the look has seen one size
@@ -284,10 +289,11 @@ class Capturer:
         if not runs:
             return
         graphs.backend.synchronize()
+        is_quiet = _Clock.now().compile_seconds == compiled
+        self._quiet_keys = self._quiet_keys + 1 if is_quiet else 0
         lane = Lane.of(*key)
-        is_new = lane not in self._lanes
         self._lanes.add(lane)
-        if is_new and not self._all_need_warm_up:
+        if lane not in self._run_ahead and not self._all_need_warm_up:
             self._run_smallest(rehearsal, key)
 
     def _run_smallest(self, rehearsal: Rehearsal, key: Key) -> None:
@@ -299,6 +305,7 @@ class Capturer:
                 smallest = other
         if smallest == key or self._warm_ups_of(rehearsal, smallest):
             return
+        self._run_ahead.add(lane)
         held = graphs.backend.memory().held
         try:
             rehearsal.set_context(smallest)

@@ -193,6 +193,24 @@ def test_a_size_that_compiles_is_captured_again() -> None:
     serves_right(backend, runner, model, 3)
 
 
+def test_compiled_code_is_warmed_up_until_sizes_compile_nothing(backend: GraphBackend) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(Plain(), backend="eager")
+
+    def model(x: Tensor) -> Tensor:
+        return compiled(x)  # type: ignore[no-any-return]
+
+    sizes = [1, 2, 3, 4, 5, 6, 7, 8]
+    runner = open_runner(backend, model, cudagraph_capture_sizes=sizes)
+    # the look compiles for 8 rows, 7 for all, 1 for itself; 6 and 5, 4 and 3 compile nothing
+    assert without_warm_up(runner) == [2, 1]
+    assert runner.report.started_again is None
+    with closing(runner), torch.no_grad():
+        for size in (3, 1, 8, 5, 2, 7):
+            x = torch.randn(size, 4, device=backend.device)
+            torch.testing.assert_close(runner(x=x), x * 3)
+
+
 class Tuned(nn.Module):
     """Reads a number of the device for each new size of 4 and 8, as autotuning does; may keep more."""
 
