@@ -133,7 +133,7 @@ class PutBack:
         self.last: dict[str, Change] = {}
         self._paths = defaultdict[str, _PathChanges](_PathChanges)
         self._count = 0  # of runs
-        self._last_uncaptured = 0  # its number
+        self._last_uncaptured = 0  # the number of the last one that ran to its end
         self._first_after_restore = 0  # a run that began from attributes put back
         self._copied = Counter[Outcome]()  # bytes
         self._keeps_first_use = True
@@ -167,8 +167,10 @@ class PutBack:
         self.rewind()
         made = self._now() if enters_made and self.made else None
         versions = [version_of(place.value) for place in self.before.of_tensors]
+        is_whole = False
         try:
             yield found
+            is_whole = True
         finally:
             now = self.before.changes()
             changed = _differing(self.last, now)
@@ -180,7 +182,7 @@ class PutBack:
             for written in self.written.values():
                 written.count_run(number, captures=captures)
             self._count += 1
-            if not captures:
+            if is_whole and not captures:
                 self._last_uncaptured = number
             for path, change in changed.items():
                 known = self._paths[path]

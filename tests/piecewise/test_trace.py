@@ -683,6 +683,19 @@ def test_a_graph_break_names_the_line(backend: GraphBackend) -> None:
     assert "splitting_modules" in caught.value.remedy
 
 
+def test_a_model_whose_trace_fails_keeps_its_state(backend: GraphBackend) -> None:
+    count = torch.zeros(1, device=backend.device)
+
+    def model(x: Tensor) -> Tensor:
+        count.add_(1)  # by the look, and not by the run that is traced
+        torch._dynamo.graph_break()
+        return x + count
+
+    with pytest.raises(CaptureError, match="cannot be traced as one graph"):
+        open_runner(backend, model)
+    assert count == 0
+
+
 def test_wrappers_inside_a_traced_model_are_pointed_out(backend: GraphBackend) -> None:
     inner = CUDAGraphWrapper(lambda x: x * 2, PIECEWISE, backend=backend)
     with pytest.raises(CaptureError, match="graph wrappers of its own") as caught:
