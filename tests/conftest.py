@@ -15,6 +15,7 @@ from cgplan.backends import GraphBackend, select_backend
 
 def pytest_configure() -> None:
     """Threads for the cores that a worker of pytest-xdist has to itself: more would only wait for one another."""
+    os.environ["CGPLAN_CACHE_DIR"] = ""  # no test gets what another one left
     gc.freeze()  # torch and what it brought: collecting the tests collects garbage too
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if workers > 1:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
+import os
 import re
 import sys
 import time
@@ -12,10 +14,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from functools import partial
 from operator import truediv
+from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
 import torch
+from pydantic import BaseModel, ValidationError
 from torch import Tensor
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import tree_map_only
@@ -24,11 +28,19 @@ from torch.utils.flop_counter import flop_registry
 from cgplan.backends import GraphBackend
 from cgplan.buffers.compare import differences
 from cgplan.buffers.static import example_batch
+from cgplan.captures.environment import describe_environment
 from cgplan.captures.failures import drop_locals
 from cgplan.captures.model_forward import BeforeKey
 from cgplan.config import CompilationConfig, Config
-from cgplan.errors import CaptureError, ConfigError, ModeError, ModelError, PlanError
-from cgplan.graphs.ambient import random_state_kept
+from cgplan.errors import (
+    CaptureError,
+    CaptureMemoryError,
+    ConfigError,
+    ModeError,
+    ModelError,
+    PlanError,
+)
+from cgplan.graphs.ambient import AmbientState, random_state_kept
 from cgplan.modes import CUDAGraphMode, Key
 from cgplan.piecewise.routes import SplitRoute
 from cgplan.piecewise.split import refuse_unknown_ops
@@ -90,6 +102,14 @@ class Candidate(NamedTuple):
         return f"{self.name}, {self.speed}"
 
 
+class Choice(BaseModel):
+    """``compilation``: the settings that others than those asked for were chosen for."""
+
+    compilation: CompilationConfig
+    reason: str
+    notes: tuple[str, ...]
+
+
 def choose_mode(
     config: Config,
     model: Callable[..., Any],
@@ -128,16 +148,113 @@ def choose(
     wins. The plan ends at the largest size with a gain of 2%; ``anyway``: also below it. The model
     is put back, and all memory is freed. ``before_key`` is as in CaptureSession.
 
+    The choice for a module is kept in a file, by the module's code, shapes and first weights, the
+    configuration, GPU, driver and torch: a later start reads it and tries nothing. It lies in
+    ``$CGPLAN_CACHE_DIR``, or ``~/.cache/cgplan``; an empty variable keeps none.
+
     Returns the route of FULL graphs, with its traces, too. The plan's notes say what was tried.
 
     Raises:
         ConfigError: an operator of ``splitting_ops`` is missing, or never called.
         ModelError: the model itself fails.
     """
-    refuse_unknown_ops(config.compilation.splitting_ops)
+    asked = config.compilation
+    refuse_unknown_ops(asked.splitting_ops)
+    file = _choice_file(config, model, backend, anyway=anyway)
+    choice = _kept_choice(file)
+    route = None
+    if choice is None:
+        choice, route, is_lasting = _try_ways(
+            config,
+            model,
+            backend,
+            state,
+            anyway=anyway,
+            before_key=before_key,
+        )
+        if is_lasting:
+            _keep_choice(file, choice)
+    chosen = choice.compilation
+    changed = {name: getattr(chosen, name) for name in chosen.model_fields_set}
+    mode = chosen.cudagraph_mode
+    logger.info("cudagraph_mode AUTO -> %s: %s", mode, choice.reason)
+    config = config.model_copy(update={"compilation": asked.model_copy(update=changed)})
+    plan = build_plan(config)
+    change = PlanChange(requested=AUTO, resolved=mode, reason=choice.reason)
+    update = {
+        "requested_mode": AUTO,
+        "changes": (change, *plan.changes),
+        "notes": (*plan.notes, *choice.notes),
+    }
+    return config, plan.model_copy(update=update), route
+
+
+def _choice_file(
+    config: Config,
+    model: Callable[..., Any],
+    backend: GraphBackend,
+    *,
+    anyway: bool,
+) -> Path | None:
+    default = Path("~/.cache/cgplan").expanduser()
+    folder = os.environ.get("CGPLAN_CACHE_DIR", str(default))
+    if not folder or not isinstance(model, torch.nn.Module):
+        return None
+    digest = hashlib.sha256()
+    machine = describe_environment(backend, "").model_dump_json(exclude={"date"})
+    ambient = AmbientState.now(backend.device.type)
+    modules = re.sub(r"0x[0-9a-f]+", "", str(model))  # without addresses
+    for fact in (machine, config.model_dump_json(), anyway, ambient, modules):
+        digest.update(str(fact).encode())
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if type(tensor) not in (Tensor, torch.nn.Parameter):
+            return None
+        first = tensor[(slice(1),) * tensor.ndim].tolist()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {first}".encode())
+    files = set[str]()
+    for each in model.modules():
+        module = sys.modules.get(type(each).__module__)
+        files.add(getattr(module, "__file__", None) or "")
+    for file in sorted(filter(os.path.isfile, files)):
+        digest.update(Path(file).read_bytes())
+    return Path(folder, f"auto-{digest.hexdigest()[:32]}.json")
+
+
+def _kept_choice(file: Path | None) -> Choice | None:
+    if file is None:
+        return None
+    try:
+        kept = Choice.model_validate_json(file.read_bytes())
+    except (OSError, ValidationError):
+        return None
+    note = f"AUTO: the choice of an earlier start; without {file} the ways are tried again"
+    return kept.model_copy(update={"notes": (*kept.notes, note)})
+
+
+def _keep_choice(file: Path | None, choice: Choice) -> None:
+    if file is None:
+        return
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(choice.model_dump_json(exclude_unset=True))
+    except OSError as error:
+        logger.info("AUTO's choice is not kept: %s", error)
+
+
+def _try_ways(
+    config: Config,
+    model: Callable[..., Any],
+    backend: GraphBackend,
+    state: Sequence[object] | None,
+    *,
+    anyway: bool,
+    before_key: BeforeKey | None,
+) -> tuple[Choice, SplitRoute | None, bool]:
+    """The last is false if time or memory ran out, which another start may have."""
     start = time.perf_counter()
     plan = build_plan(config)
     notes = list[str]()
+    is_lasting = True
     probes = tuple(sorted(_timed_sizes(plan, config)))
     limit = config.budget.capture_time
     candidates = list[Candidate]()
@@ -149,8 +266,9 @@ def choose(
         taken_out = compilation.splitting_modules[len(asked.splitting_modules) :]
         why_not = "" if taken_out else _cannot_win(compilation, candidates)
         rest = None if limit is None else limit - (time.perf_counter() - start)
-        if notes and rest is not None and rest <= 0:
-            why_not = why_not or "budget.capture_time was spent"
+        if notes and not why_not and rest is not None and rest <= 0:
+            why_not = "budget.capture_time was spent"
+            is_lasting = False
         if why_not:
             notes.append(f"AUTO: {name} not tried: {why_not}")
             continue
@@ -179,6 +297,7 @@ def choose(
             if isinstance(error, ConfigError) and is_asked_for:
                 raise
             drop_locals(error)
+            is_lasting &= not isinstance(error, CaptureMemoryError)
             notes.append(f"AUTO: {name} failed: {error.message}. {error.remedy}")
             can_break_up = is_full or 0 < len(taken_out) < _MOST_MODULES
             if can_break_up and set(failed) - set(compilation.splitting_modules):
@@ -189,21 +308,15 @@ def choose(
         if candidate is not None:
             candidates.append(candidate)
     chosen, route, reason = _fastest(asked, candidates, plan.capture_sizes, anyway=anyway)
-    logger.info("cudagraph_mode AUTO -> %s: %s", chosen.cudagraph_mode, reason)
+    settings = _changed(asked, chosen)
     took = format_seconds(time.perf_counter() - start)
     notes.append(
         f"AUTO took {took}. To keep this choice without it, write into compilation: "
-        f"{json.dumps(_changed(asked, chosen))}"
+        f"{json.dumps(settings)}"
     )
-    config = config.model_copy(update={"compilation": chosen})
-    plan = build_plan(config)
-    change = PlanChange(requested=AUTO, resolved=chosen.cudagraph_mode, reason=reason)
-    update = {
-        "requested_mode": AUTO,
-        "changes": (change, *plan.changes),
-        "notes": (*plan.notes, *notes),
-    }
-    return config, plan.model_copy(update=update), route
+    kept = CompilationConfig.model_validate(settings)
+    choice = Choice(compilation=kept, reason=reason, notes=tuple(notes))
+    return choice, route, is_lasting
 
 
 def _probe(

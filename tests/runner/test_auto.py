@@ -259,6 +259,59 @@ def test_the_choice_can_be_kept(
         assert not again.plan.notes
 
 
+@pytest.mark.parametrize("change", ["", "weights", "config", "file", "model"])
+def test_a_later_start_takes_the_choice_of_an_earlier_one(
+    backend: GraphBackend, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, change: str
+) -> None:
+    monkeypatch.setenv("CGPLAN_CACHE_DIR", str(tmp_path / "kept"))
+    model = Net(ReadsTheHost)
+    sizes = as_timed(monkeypatch, 1.03, 4.0)
+    with closing(open_runner(backend, model, max_cudagraph_capture_size=8)) as runner:
+        timed = len(sizes)
+        first = runner.plan
+        assert first.capture_sizes == (1,)
+    (file,) = (tmp_path / "kept").iterdir()
+    config: dict[str, Any] = {}
+    if change == "weights":
+        with torch.no_grad():
+            model.layers[0].linear.bias[0] += 1
+    elif change == "config":
+        config = {"budget": {"capture_time": 1000.0}}
+    elif change == "file":
+        file.write_text('{"compilation": {"cudagraph_mode": "SOME"}, "reason": "", "notes": []}')
+    elif change == "model":
+        model.layers[1].inner = nn.Sequential(ReadsTheHost())
+    with closing(open_runner(backend, model, config, max_cudagraph_capture_size=8)) as runner:
+        again = runner.plan
+    if change:
+        assert len(sizes) > timed
+        assert max(again.capture_sizes) > 1
+        return
+    assert len(sizes) == timed
+    assert again.keys == first.keys
+    assert again.changes == first.changes
+    assert again.notes[:-1] == first.notes
+    assert str(file) in again.notes[-1]
+
+
+def test_a_choice_is_not_kept_where_it_cannot_be_or_where_time_ran_out(
+    backend: GraphBackend,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("CGPLAN_CACHE_DIR", str(tmp_path / "file" / "below"))
+    as_timed(monkeypatch, 4.0, 4.0)
+    with caplog.at_level(logging.INFO, "cgplan"), closing(open_runner(backend, Net(nn.ReLU))):
+        assert "AUTO's choice is not kept" in caplog.text
+    monkeypatch.setenv("CGPLAN_CACHE_DIR", str(tmp_path))
+    model = Net(ReadsTheHost)
+    with closing(open_runner(backend, model, {"budget": {"capture_time": 1e-9}})) as runner:
+        assert any("budget.capture_time was spent" in note for note in runner.plan.notes)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 def test_the_capture_time_that_is_shown_counts_the_trials_once(
     backend: GraphBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
