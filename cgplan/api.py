@@ -91,7 +91,7 @@ def capture(
     given = {name: value for name, value in sections.items() if value is not None}
     folder = Path(config).parent if isinstance(config, str | Path) else None
     config = _configuration(config, given)
-    config = config.model_copy(update={"device": str(device or config.device)})
+    config = config.changed(device=str(device or config.device))
     plan = build_plan(config)
     backend = select_backend(config.device)
     if model is None:

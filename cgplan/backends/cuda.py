@@ -84,6 +84,7 @@ class CudaGraph:
     captured: bool = False
     stream: torch.cuda.Stream | None = None
     launches: list[Launch] = field(default_factory=list)
+    proofs: object = None
 
     def drop(self) -> None:
         forget_capture(self.graph)

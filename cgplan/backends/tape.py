@@ -46,6 +46,7 @@ class TapeGraph:
     under_way: tuple[Tape, ExitStack] | None = None
     notes: tuple[str, ...] = ()
     launches: list[Launch] = field(default_factory=list)
+    proofs: object = None
 
 
 _pools = weakref.WeakSet[TapePool]()

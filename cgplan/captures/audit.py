@@ -1,5 +1,10 @@
 """Who owns the memory that graphs point to. Tensors that the walk misses (in sets or compiled code)
 count as the model's.
+
+Note [Second capture]
+    A graph and its twin live together, in two pools. Words that differ, each in its pool, are
+    addresses. The same word, in free memory of the graph's pool, is none: the twin got no memory
+    there. Elsewhere nothing is proven: weights keep their place, unused items of arrays differ.
 """
 
 from __future__ import annotations
@@ -8,7 +13,7 @@ import gc
 import time
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Generic, NamedTuple, TypeVar, get_args
 
@@ -53,11 +58,16 @@ class Owner(NamedTuple):
     nbytes: int | None = None
 
 
+_PROVEN = Owner("proven", "memory of its pool")
+_DISPROVEN = Owner("disproven", "no address")
+
+
 class ReadGraph(NamedTuple):
     key: Any
     number: int
     nodes: GraphNodes
     launches: Sequence[Launch]
+    proofs: Mapping[int, Owner] | None = None  # by number of the word
 
 
 class Pointer(NamedTuple):
@@ -65,6 +75,7 @@ class Pointer(NamedTuple):
     node: int
     is_certain: bool
     address: int
+    proof: Owner | None = None
 
 
 class Stretches(Generic[T]):
@@ -122,7 +133,7 @@ def audit(
     counts = {graph.key: Counter[Owner]() for graph in captured}
     for pointer in pointers:
         graph = pointer.graph
-        owner = owners.of[pointer.address]
+        owner = pointer.proof or owners.of[pointer.address]
         if owner is None:
             continue
         if owner.kind in PROBLEMS:
@@ -185,6 +196,7 @@ def _captured(graphs: ModelGraphs) -> list[ReadGraph]:
                     number,
                     graphs.backend.nodes(graph),
                     graph.launches,
+                    graph.proofs,
                 )
             )
     rows = graphs.ranks.peer_memory().addresses
@@ -216,9 +228,68 @@ def pointers_of(
         nodes = graph.nodes.nodes.tolist()
         certain = graph.nodes.certain.tolist()
         words = graph.nodes.words.tolist()
-        for node, is_certain, word in zip(nodes, certain, words, strict=True):
+        proofs = graph.proofs or {}
+        for index, word in enumerate(words):
             if least <= word < _MOST:
-                found.append(Pointer(graph, node, is_certain, word))
+                found.append(
+                    Pointer(
+                        graph,
+                        nodes[index],
+                        certain[index],
+                        word,
+                        proofs.get(index),
+                    )
+                )
+    return found
+
+
+def is_among(
+    handles: Collection[Any],
+    pool: Any,
+) -> bool:
+    """A pool of torch, or one of cgplan with a few of those."""
+    return pool in handles or any(handle in handles for handle in getattr(pool, "handles", ()))
+
+
+def prove(
+    graphs: ModelGraphs,
+    twin: ModelGraphs,
+) -> None:
+    first = dict(graphs.captured())
+    blocks = blocks_of(graphs.backend)
+    for key, entry in twin.captured():
+        for graph, other in zip(first[key].segments, entry.segments, strict=False):
+            graph.proofs = proofs_of(
+                graphs.backend,
+                blocks,
+                (graph, other),
+                (graph.pool, other.pool),
+            )
+
+
+def blocks_of(backend: GraphBackend) -> Stretches[Block]:
+    return Stretches((block.start, block.end, block) for block in backend.blocks())
+
+
+def proofs_of(
+    backend: GraphBackend,
+    blocks: Stretches[Block],
+    graphs: Iterable[Any],
+    pools: Sequence[Any],
+) -> dict[int, Owner] | None:
+    """Of words by number; None for different nodes. See Note [Second capture]."""
+    nodes, other = map(backend.nodes, graphs)
+    if nodes.names != other.names or nodes.words.size != other.words.size:
+        return None
+    found = dict[int, Owner]()
+    for index, words in enumerate(zip(nodes.words.tolist(), other.words.tolist(), strict=True)):
+        block, there = map(blocks.find, words)
+        if block is None or there is None or not is_among(pools[:1], block.pool):
+            continue
+        if words[0] == words[1] and block.is_free:
+            found[index] = _DISPROVEN
+        elif is_among(pools[1:], there.pool):
+            found[index] = _PROVEN
     return found
 
 
@@ -313,7 +384,7 @@ class Owners:
         self._at_capture = at_capture
         self._is_own_pool = is_own_pool
         self._state = Stretches(state)
-        self._blocks = Stretches((block.start, block.end, block) for block in backend.blocks())
+        self._blocks = blocks_of(backend)
         keys = dict[int, set[Any]]()
         certain = set[int]()
         for pointer in pointers:

@@ -61,6 +61,7 @@ class CapturedKeys:
         graphs: Its ``plan`` is what is captured now.
         wanted: What of ``asked`` may be captured.
         before: Device memory ahead of the captures.
+        prove: By a second capture of a plan, for ``audit: prove``.
 
     Attributes:
         failed: Keys that are not tried again.
@@ -70,6 +71,7 @@ class CapturedKeys:
     asked: Plan
     wanted: Plan
     before: MemoryReading
+    prove: Callable[[ModelGraphs, Plan], None]
     ranks: RankSync = SINGLE_RANK
     progress: Progress | None = None
 
@@ -205,8 +207,10 @@ class CapturedKeys:
         self._audited = None
         if setting == "off":
             return
+        if setting == "prove":
+            self.prove(self.graphs, self._plan())
         self._audited = self.audit()
-        if self._audited.findings and setting == "error":
+        if self._audited.findings and setting != "report":
             raise audit_error(self._audited)
 
     def audit(self) -> AuditReport:
@@ -373,7 +377,7 @@ class CapturedKeys:
         if guard.active:
             used = report.graph_bytes - guard.shared_bytes
             budget = guard.record(self._left_out, missing, used)
-            report = report.model_copy(update={"budget": budget})
+            report = report.changed(budget=budget)
         self.report = report
 
     def _plan(self) -> Plan:
@@ -382,8 +386,8 @@ class CapturedKeys:
         predicted = plan.predicted
         if predicted is None or not plan.keys or graphs.most_tokens == plan.max_capture_size:
             return plan
-        predicted = predicted.model_copy(update={"static_bytes": graphs.buffers.nbytes})
-        return plan.model_copy(update={"predicted": predicted})
+        predicted = predicted.changed(static_bytes=graphs.buffers.nbytes)
+        return plan.changed(predicted=predicted)
 
     def _warnings(self) -> list[str]:
         graphs = self.graphs

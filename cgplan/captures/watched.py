@@ -39,12 +39,15 @@ from cgplan.captures.audit import (
     Pointer,
     ReadGraph,
     Stretches,
+    blocks_of,
+    is_among,
     kinds_of,
     launch_of,
     living,
     living_tensors,
     owner_records,
     pointers_of,
+    proofs_of,
     span_of,
 )
 from cgplan.captures.environment import describe_environment
@@ -132,6 +135,7 @@ class WatchedGraph:
     places: Places
     launches: list[Launch]
     reads: list[Read] = field(default_factory=list)
+    proofs: dict[int, Owner] | None = None
 
 
 Problem = tuple[WatchedGraph, str, str]  # what became of memory, and its path
@@ -233,11 +237,12 @@ class GraphWatch:
         )
         places = watched.places
         tensors = Stretches((*span, tensor) for tensor, span in living_tensors())
-        blocks = Stretches((block.start, block.end, block.pool) for block in backend.blocks())
+        blocks = blocks_of(backend)
         found = dict[int, Read]()
         for pointer in pointers_of([read], on_host=False):
             address = pointer.address
-            if _is_among({watched.pool}, blocks.find(address)):
+            block = blocks.find(address)
+            if block is not None and is_among({watched.pool}, block.pool):
                 continue
             paths = places.by_memory.find(address)
             tensor = tensors.find(address)
@@ -314,6 +319,36 @@ class GraphWatch:
         is_of_torch = any(isinstance(graph, torch.cuda.CUDAGraph) for graph in self._graphs)
         return _backend(str(_device()) if is_of_torch else "cpu")
 
+    def prove(
+        self,
+        graph: Any,
+        twin: Any,
+    ) -> None:
+        """Check which words of a graph are pointers by its twin, a second capture of its function.
+
+        Each has a pool of its own. Later checks count pointers into the graph's pool as proven, and
+        words that only look so as disproven; they do not need the twin.
+
+        Raises ConfigError for graphs of different nodes, of one pool or unknown to the watch,
+        BackendError as ``check``.
+        """
+        twins = (graph, twin)
+        seen = [self._graphs[each] for each in twins if each in self._graphs]
+        pools = tuple(each.pool for each in seen)
+        if self not in _open or len(set(pools)) < 2:
+            raise ConfigError(
+                "a proof takes two graphs that this watch saw, each in a pool of its own",
+                remedy="Capture twice, into new pools, before the watch is closed.",
+            )
+        backend = self._backend_of_graphs()
+        proofs = proofs_of(backend, blocks_of(backend), twins, pools)
+        seen[0].proofs = proofs
+        if proofs is None:
+            raise ConfigError(
+                f"{seen[0].name} and {seen[1].name} have different nodes",
+                remedy="Capture one function twice, with equal shapes.",
+            )
+
     def baseline(self) -> WatchReport:
         """Findings that ``changed`` leaves out."""
         report, self._known = self._check()
@@ -339,7 +374,7 @@ class GraphWatch:
                 continue
             with suppress(RuntimeError):  # torch's: it was reset while no watch was open
                 nodes = backend.nodes(graph)
-                found.append(ReadGraph(watched, 0, nodes, watched.launches))
+                found.append(ReadGraph(watched, 0, nodes, watched.launches, watched.proofs))
         return found
 
     def _check(
@@ -369,7 +404,7 @@ class GraphWatch:
             pointers,
             state=((*place.memory, Owner("state", path)) for path, place in owned),
             at_capture=at_capture,
-            is_own_pool=partial(_is_among, pools),
+            is_own_pool=partial(is_among, pools),
         )
         counts = {graph.key: Counter[Owner]() for graph in graphs}
         totals, found = _classified(pointers, owners, places, counts)
@@ -538,14 +573,6 @@ def _places_of_each(roots: Any) -> Iterator[tuple[str, _Place]]:
         yield from found.items()
 
 
-def _is_among(
-    handles: Collection[Any],
-    pool: Any,
-) -> bool:
-    """A pool of torch, or one of cgplan with a few of those."""
-    return any(handle in handles for handle in getattr(pool, "handles", (pool,)))
-
-
 def _classified(
     pointers: Iterable[Pointer],
     owners: Owners,
@@ -557,7 +584,7 @@ def _classified(
     found = list[_Stale]()
     find = cache(Places.find)  # many nodes point to one tensor
     for pointer in pointers:
-        owner = owners.of[pointer.address]
+        owner = pointer.proof or owners.of[pointer.address]
         if owner is None:
             continue
         watched: WatchedGraph = pointer.graph.key
@@ -565,7 +592,7 @@ def _classified(
         name = name or owner.name
         totals[name] += 1
         is_problem = owner.kind in PROBLEMS
-        if is_problem or (is_stale and owner.kind != "graph pool"):
+        if is_problem or (is_stale and owner.kind not in ("graph pool", "proven", "disproven")):
             if path or launch_of(pointer, owner.kind)[1]:
                 became = owner.kind if is_problem else "moved"
                 problem = watched, became, path or owner.name

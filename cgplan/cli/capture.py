@@ -132,7 +132,7 @@ def _captured_alone(
             change = PlanChange(requested=plan.mode, resolved=CUDAGraphMode.AUTO, reason=reason)
             failed = (change,)
     config, plan, route = choose(config, model, backend, anyway=bool(failed))
-    plan = plan.model_copy(update={"changes": (*failed, *plan.changes)})
+    plan = plan.changed(changes=(*failed, *plan.changes))
     plan = _fitted(plan, config, backend, request)
     return _run(config, plan, model, backend, began=began, route=route)
 
@@ -223,7 +223,7 @@ def _fitted(
             if new:
                 present = f"that of the configuration, {new}, bounds this capture"
             notes.append(f"{path} was made for a budget of {old}; {present}")
-        plan = found.model_copy(update={"notes": tuple(notes)})
+        plan = found.changed(notes=tuple(notes))
     if is_first_rank():
         for line in (*(f"note: {text}" for text in notes), *announcements(plan)):
             note(line)

@@ -37,7 +37,7 @@ class Priced(NamedTuple):
     def plan_of(self, plan: Plan) -> Plan:
         """The plan with the cost of its graphs."""
         predicted = None if self.costs is None else self.costs.of(plan.keys)
-        return plan.model_copy(update={"predicted": predicted, "machine": self.machine})
+        return plan.changed(predicted=predicted, machine=self.machine)
 
 
 def costs_of(loaded: LoadedConfig, given: str | None) -> Priced:

@@ -84,7 +84,7 @@ def with_values(
     **values: Any,
 ) -> Config:
     """A configuration with other values in one section, which are valid."""
-    changed = getattr(config, section).model_copy(update=values)
+    changed = getattr(config, section).changed(**values)
     return config.model_copy(update={section: changed})
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, cast
 
 from pydantic import (
     BaseModel,
@@ -137,6 +137,9 @@ class _Named(_TypedErrors):
 
 class Options(BaseModel, metaclass=_TypedErrors):
     model_config = Record.model_config
+
+    def changed(self, **fields: Any) -> Self:
+        return self.model_copy(update=fields)
 
 
 class Section(Options):
@@ -465,11 +468,12 @@ class CompilationConfig(Section):
     debug: Flag = False
     """`verify: always`, addresses on each replay, and outputs that the next call fills with NaN."""
     audit: Annotated[
-        Literal["off", "report", "error"],
+        Literal["off", "report", "error", "prove"],
         Off,
     ] = "off"
     """Whether captures look up each pointer's owner, operator and line, which takes time. error: a
-    pointer into memory that is not the runner's is an error.
+    pointer into memory that is not the runner's is an error. prove: as error, after a second
+    capture, which takes as long again, has shown which words are pointers.
     """
     attention_support: Attention = AttentionSupport.ALWAYS
     """Batches whose attention can stand inside a FULL graph."""
@@ -644,6 +648,10 @@ class Config(Section):
     budget: BudgetConfig = Field(default_factory=BudgetConfig)
     """Limits on the cost of graphs."""
 
+    def with_compilation(self, **settings: Any) -> Config:
+        """The same with other settings of ``compilation``."""
+        return self.changed(compilation=self.compilation.changed(**settings))
+
     @model_validator(mode="after")
     def _consistent(self) -> Config:
         twice = sorted(set(self.inputs) & set(self.metadata))
@@ -753,7 +761,7 @@ class Config(Section):
         found = {}
         for name, spec in tensors.items():
             shape = self.shape_at(spec.shape, sizes)
-            found[name] = spec.model_copy(update={"shape": shape})
+            found[name] = spec.changed(shape=shape)
         return found
 
     @property

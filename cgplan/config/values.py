@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import (
     AfterValidator,
@@ -42,6 +42,9 @@ class Record(BaseModel):
     """A frozen value that refuses unknown fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
+
+    def changed(self, **fields: Any) -> Self:
+        return self.model_copy(update=fields)
 
 
 def _by_name(enum: type[CUDAGraphMode] | type[AttentionSupport]) -> BeforeValidator:

@@ -193,10 +193,10 @@ class RankedCapture(RankSync):
         for rank, (record, stops) in enumerate(told):
             records.append(record)
             for stop in stops:
-                stops_of_all.append(stop.model_copy(update={"rank": rank}))
+                stops_of_all.append(stop.changed(rank=rank))
         if budget is not None:
-            budget = budget.model_copy(update={"stops": tuple(stops_of_all)})
-        return report.model_copy(update={"ranks": tuple(records), "budget": budget})
+            budget = budget.changed(stops=tuple(stops_of_all))
+        return report.changed(ranks=tuple(records), budget=budget)
 
 
 def _compare(found: Sequence[Mapping[str, Any]], remedy: str) -> None:

@@ -182,7 +182,7 @@ class Inference:
             for name, spec in specs.items():
                 # copies of a real row are always valid
                 if name not in pads and any(extent.symbol for extent in spec.extents):
-                    specs[name] = spec.model_copy(update={"pad": "last"})
+                    specs[name] = spec.changed(pad="last")
         for name, spec in specs.items():
             kind.notes.append(f"{name}: {spec.dtype} [{', '.join(map(str, spec.shape))}]")
         constants = constants_in(call.by_name(self._signature), "")

@@ -144,10 +144,7 @@ def propose_boxes(
         )
 
     def plan_of(boxes: Sequence[Sequence[int]]) -> Plan:
-        changed = {"boxes": tuple(boxes)}
-        compilation = config.compilation.model_copy(update=changed)
-        full = config.model_copy(update={"compilation": compilation})
-        return build_plan(full)
+        return build_plan(config.with_compilation(boxes=tuple(boxes)))
 
     top = tuple(dim.top for dim in dims_of(config))
     case = _Case(

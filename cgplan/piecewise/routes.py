@@ -159,10 +159,12 @@ def choose_route(
         refuse_unknown_ops(compilation.splitting_ops)
     if is_compiled or (piecewise and name == "ops"):
         if not piecewise:
-            changes = {"splitting_ops": (), "use_inductor_graph_partition": False}
-            compilation = compilation.model_copy(update=changes)
-            config = config.model_copy(update={"compilation": compilation})
-        split = PiecewiseModel(model, config, backend, _static_sizes(plan, compilation))
+            config = config.with_compilation(
+                splitting_ops=(),
+                use_inductor_graph_partition=False,
+            )
+        static = _static_sizes(plan, config.compilation)
+        split = PiecewiseModel(model, config, backend, static)
         is_chain = piecewise and not split.splitter.partition
         return SplitRoute(
             name="ops" if piecewise else "full",

@@ -215,6 +215,8 @@ OwnerKind = Literal[
     "unowned block",
     "unmapped",
     "unproven",
+    "proven",
+    "disproven",
 ]
 Problem = Literal["free block", "unowned block", "unmapped"]
 

@@ -325,15 +325,11 @@ def _probe(
     sizes: tuple[int, ...],
     seconds: float | None,
 ) -> Config:
-    tried = compilation.model_copy(
-        update={
-            "cudagraph_capture_sizes": sizes,
-            "max_cudagraph_capture_size": None,
-            "capture_policy": "eager",
-        }
+    tried = compilation.changed(
+        cudagraph_capture_sizes=sizes, max_cudagraph_capture_size=None, capture_policy="eager"
     )
-    budget = config.budget.model_copy(update={"capture_time": seconds})
-    return config.model_copy(update={"compilation": tried, "budget": budget})
+    budget = config.budget.changed(capture_time=seconds)
+    return config.changed(compilation=tried, budget=budget)
 
 
 def _without(
@@ -346,7 +342,7 @@ def _without(
         "piecewise": "modules",
         "splitting_modules": modules,
     }
-    return f"PIECEWISE without {', '.join(modules)}", compilation.model_copy(update=update)
+    return f"PIECEWISE without {', '.join(modules)}", compilation.changed(**update)
 
 
 def _cannot_win(
@@ -473,7 +469,7 @@ def _ways(
             (CUDAGraphMode.PIECEWISE, f"PIECEWISE by {route}"),
         ):
             update: dict[str, Any] = {"cudagraph_mode": mode, "compiler": compiler}
-            yield f"{name}{words}", asked.model_copy(update=update)
+            yield f"{name}{words}", asked.changed(**update)
 
 
 @contextmanager
@@ -584,7 +580,7 @@ def _fastest(
     *,
     anyway: bool,
 ) -> tuple[CompilationConfig, SplitRoute | None, str]:
-    none = asked.model_copy(update={"cudagraph_mode": CUDAGraphMode.NONE})
+    none = asked.changed(cudagraph_mode=CUDAGraphMode.NONE)
     if not candidates:
         return none, None, "no way to capture the model was found"
     best = max(candidates, key=Candidate.mean)
@@ -602,6 +598,6 @@ def _fastest(
     if worth < max(taken.gains):
         kept = tuple(size for size in sizes if size <= worth)
         update = {"cudagraph_capture_sizes": kept, "max_cudagraph_capture_size": None}
-        chosen = chosen.model_copy(update=update)
+        chosen = chosen.changed(**update)
         said += f"; beyond {worth} tokens graphs bring less than 2%"
     return chosen, taken.route, said

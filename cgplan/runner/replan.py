@@ -169,7 +169,7 @@ def _without(
 def _costs(
     captured: CapturedKeys,
 ) -> GraphCosts:
-    report = captured.report.model_copy(update={"records": tuple(captured.history)})
+    report = captured.report.changed(records=tuple(captured.history))
     return MeasuredCosts.from_report(report, captured.graphs.config)
 
 
@@ -184,16 +184,14 @@ def _proposal(
     most = config.compilation.max_cudagraph_capture_size
     tokens = config.scheduler.max_num_batched_tokens
     if most is not None and most < tokens:
-        bounds = config.scheduler.model_copy(update={"max_num_batched_tokens": most})
-        limited = config.model_copy(update={"scheduler": bounds})
+        bounds = config.scheduler.changed(max_num_batched_tokens=most)
+        limited = config.changed(scheduler=bounds)
     lost = uncapturable(captured.failed.values())
     plan = propose(limited, traffic, times, costs, lost).plan
-    return plan.model_copy(
-        update={
-            "max_num_batched_tokens": tokens,
-            "config_hash": config_hash(config),
-            "config": capture_config(config),
-        }
+    return plan.changed(
+        max_num_batched_tokens=tokens,
+        config_hash=config_hash(config),
+        config=capture_config(config),
     )
 
 

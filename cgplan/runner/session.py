@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 from cgplan.backends import GraphBackend, select_backend
+from cgplan.captures.audit import prove
 from cgplan.captures.budget import fitting
 from cgplan.captures.captured_keys import CapturedKeys, Progress
 from cgplan.captures.failures import drop_locals, explain_eager_failure, raise_caused
@@ -15,7 +16,7 @@ from cgplan.captures.model_forward import BeforeKey, State
 from cgplan.captures.model_graphs import ModelGraphs, RealRows
 from cgplan.captures.rank_sync import SINGLE_RANK, RankSync
 from cgplan.config import Config
-from cgplan.errors import CgplanError, ConfigError, PlanError
+from cgplan.errors import CaptureMemoryError, CgplanError, ConfigError, PlanError
 from cgplan.graphs.ambient import random_state_kept
 from cgplan.graphs.pools import GraphPool, PoolUse
 from cgplan.modes import CUDAGraphMode, Key
@@ -157,6 +158,7 @@ class CaptureSession:
                 asked,
                 wanted,
                 before,
+                self._prove,
                 ranks,
                 self.progress,
             )
@@ -171,6 +173,34 @@ class CaptureSession:
                 raise
             raise failure from error
         return captured
+
+    def _prove(
+        self,
+        graphs: ModelGraphs,
+        plan: Plan,
+    ) -> None:
+        twin: GraphRunner | None = None
+        if graphs.is_alone and not graphs.on_demand:
+            config = self.config.with_compilation(audit="off")
+            session = replace(
+                self,
+                plan=plan.changed(config_hash=config_hash(config)),
+                config=config,
+                pool=None,
+            )
+            try:
+                twin = session.run()
+            except CaptureMemoryError as error:
+                drop_locals(error)
+        if twin is None:
+            graphs.facts.note(
+                "audit: prove: no second capture: on demand, several ranks, or out of memory"
+            )
+            return
+        try:
+            prove(graphs, twin.graphs)
+        finally:
+            twin.close()
 
 
 def describe_split(
@@ -189,8 +219,7 @@ def describe_split(
     if not piecewise:
         return None
     if not config.compilation.use_inductor_graph_partition:  # else inductor decides on the split
-        compilation = config.compilation.model_copy(update={"compiler": "eager"})
-        config = config.model_copy(update={"compilation": compilation})
+        config = config.with_compilation(compiler="eager")
     graphs = ModelGraphs(plan, config, model, backend or select_backend(config.device))
     smallest = piecewise[-1]
     try:

@@ -148,8 +148,7 @@ def _part(config: Config, mode: CUDAGraphMode, sizes: Sequence[int], **settings:
         "max_cudagraph_capture_size": None,
         "cudagraph_copy_inputs": True,  # one batch goes to two models
     }
-    compilation = config.compilation.model_copy(update=settings)
-    return config.model_copy(update={"compilation": compilation})
+    return config.with_compilation(**settings)
 
 
 def _decode(
@@ -176,12 +175,10 @@ def _decode(
         splitting_modules=(),
         debug=False,  # comparing runs a forward twice, and these advance requests
     )
-    return part.model_copy(
-        update={
-            "model": ModelConfig(output_rows="num_reqs"),
-            "inputs": declared,
-            "metadata": {},
-            "scheduler": scheduler.model_copy(update={"max_num_batched_tokens": most}),
-            "speculative": config.speculative.model_copy(update=speculative),
-        }
+    return part.changed(
+        model=ModelConfig(output_rows="num_reqs"),
+        inputs=declared,
+        metadata={},
+        scheduler=scheduler.changed(max_num_batched_tokens=most),
+        speculative=config.speculative.changed(**speculative),
     )

@@ -262,7 +262,7 @@ def read_traffic(
         f"{beyond / found.total:.1%} of the steps are larger than this scheduler makes them "
         f"(max_num_seqs {seqs}, max_num_batched_tokens {tokens})"
     )
-    return found.model_copy(update={"notes": (*found.notes, note)})
+    return found.changed(notes=(*found.notes, note))
 
 
 def read_sizes(path: str | Path, dims: Sequence[Dim]) -> SizeCounts:
@@ -365,7 +365,7 @@ def _traffic_of(
         if "batches" in document:  # that a runner's statistics count (``runner.stats.json()``)
             counts = {"histogram": document["batches"], "source": "statistics of a runner"}
             saved = _saved(json.dumps(counts), path)
-            return saved.model_copy(update={"source": f"{path.name}: {saved.source}"})
+            return saved.changed(source=f"{path.name}: {saved.source}")
     elif _HEADER.search(text):
         return log_traffic(text, path, plan)
     elif _METRIC in text:

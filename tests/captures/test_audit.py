@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ import cgplan
 from cgplan import GraphRunner
 from cgplan.backends import GraphBackend
 from cgplan.backends.graph_nodes import GraphNodes, Launch
+from cgplan.backends.tape_pool import TapePool
 from cgplan.captures.audit import Pointer, ReadGraph, launch_of
 from cgplan.errors import AuditError, CgplanError
 from cgplan.reports import AuditReport, load_report
@@ -372,3 +374,152 @@ def test_a_closed_runner_has_no_graphs(device: str) -> None:
     gc.collect()
     with pytest.raises(CgplanError, match="closed"):
         runner.audit()
+
+
+# --- second captures ------------------------------------------------------------------------------
+
+
+def kinds_of(runner: GraphRunner) -> Counter[str]:
+    """Of the audit at the capture."""
+    assert runner.report.audit is not None
+    kinds = Counter[str]()
+    for owner in runner.report.audit.owners:
+        kinds[owner.kind] += owner.words
+    return kinds
+
+
+def is_captured_once(runner: GraphRunner) -> bool:
+    return any("no second capture" in warning for warning in runner.report.warnings)
+
+
+def test_a_second_capture_proves_pointers_into_the_pool(device: str) -> None:
+    with torch.no_grad():
+        model = Block(device)
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        once = kinds_of(opened(model, device, audit="error"))
+        runner = opened(model, device, audit="prove")
+        twice = kinds_of(runner)
+        assert twice["proven"] > 0
+        assert twice["proven"] + twice["graph pool"] == once["graph pool"]
+        assert twice["disproven"] == 0
+        if device == "cpu":
+            assert twice["graph pool"] == 0
+        assert not is_captured_once(runner)
+        assert runner.audit().owners == runner.report.audit.owners
+        assert f"proven {twice['proven']} " in " ".join(str(runner.audit()).split())
+        x = torch.randn(3, device=device)
+        torch.testing.assert_close(runner(x=x), model(x))
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        runner.recapture()
+        assert kinds_of(runner) == twice
+
+
+def test_a_second_capture_leaves_no_memory(device: str, backend: GraphBackend) -> None:
+    with torch.no_grad():
+        kept = {}
+        for audit in ("error", "prove"):
+            runner = opened(Block(device), device, audit=audit)
+            kept[audit] = runner.report.graph_bytes, runner.report.pool_bytes
+            pools = {block.pool for block in runner.backend.blocks()}
+            own = set(runner.graphs.pools.handles)
+            assert len(pools & own) == len(own) == 1
+            assert not runner.graphs.pools.left_bytes
+            runner.close()
+    assert kept["prove"] == kept["error"]
+
+
+@pytest.fixture
+def chance(monkeypatch: pytest.MonkeyPatch, backend: GraphBackend) -> list[int]:
+    """Each graph gets a kernel argument that is equal to an address of the first graph's pool."""
+    if not backend.is_tape:
+        pytest.skip("words are put into graphs of the tape")
+    found = list[int]()
+    read = type(backend).nodes
+
+    def nodes(tape: Any, graph: Any) -> GraphNodes:
+        given = read(tape, graph)
+        if not found:
+            found.append(next(start for start, _, is_free in graph.pool.spans() if is_free))
+        return GraphNodes(
+            given.names,
+            given.opaque,
+            numpy.append(given.words, numpy.uint64(found[0])),
+            numpy.append(given.nodes, 0),
+            numpy.append(given.certain, True),
+            given.tensors,
+        )
+
+    monkeypatch.setattr(type(backend), "nodes", nodes)
+    return found
+
+
+def test_a_number_that_looks_like_an_address_is_disproven(device: str, chance: list[int]) -> None:
+    with torch.no_grad():
+        once = kinds_of(opened(Block(device), device))
+        chance.clear()
+        twice = kinds_of(opened(Block(device), device, audit="prove"))
+    assert twice["disproven"] == 2  # one in each graph
+    assert twice["proven"] == once["graph pool"] - 2
+
+
+def test_a_second_capture_without_memory_is_said(
+    device: str, monkeypatch: pytest.MonkeyPatch, backend: GraphBackend
+) -> None:
+    if not backend.is_tape:
+        pytest.skip("pools of the tape have a limit")
+    made = list[TapePool]()
+    with_limit = type(backend).new_pool
+
+    def new_pool(tape: Any) -> TapePool:
+        is_second = any(pool.graphs for pool in made)
+        monkeypatch.setattr(tape, "_pool_limit", 64 if is_second else None)
+        made.append(with_limit(tape))
+        return made[-1]
+
+    monkeypatch.setattr(type(backend), "new_pool", new_pool)
+    with torch.no_grad():
+        model = Block(device)
+        runner = opened(model, device, audit="prove")
+        assert len(made) >= 2
+        assert is_captured_once(runner)
+        assert kinds_of(runner)["proven"] == 0
+        x = torch.randn(3, device=device)
+        torch.testing.assert_close(runner(x=x), model(x))
+        model.scale = model.scale + 1
+        assert problems(runner.audit()) == {"free block"}
+
+
+def test_graphs_of_other_nodes_prove_nothing(device: str) -> None:
+    captures = list[object]()
+
+    def changes(model: Block, y: Tensor) -> Tensor:
+        return y + 1 if len(captures) == 1 else y.relu()
+
+    with torch.no_grad():
+        runner = cgplan.capture(
+            Block(device, changes).eval(),
+            X,
+            compilation={"cudagraph_capture_sizes": (4,), "audit": "prove"},
+            device=device,
+            before_key=lambda *key: captures.append(key),
+        )
+        assert len(captures) == 2
+        assert kinds_of(runner).keys().isdisjoint({"proven", "disproven"})
+
+
+def test_graphs_on_demand_are_captured_once(device: str) -> None:
+    with torch.no_grad():
+        runner = opened(Block(device), device, audit="prove", capture_policy="lazy")
+        runner(x=torch.ones(4, device=device))
+        assert is_captured_once(runner)
+
+
+def test_findings_of_a_proven_audit_are_errors(device: str) -> None:
+    held = {torch.ones(64, device=device)}
+
+    def reads(model: Block, y: Tensor) -> Tensor:
+        is_capture = cgplan.get_forward_context().runtime_mode is cgplan.CUDAGraphMode.FULL
+        return y * (held.pop() if held and is_capture else model.scale)
+
+    with torch.no_grad(), pytest.raises(AuditError, match="free block"):
+        opened(Block(device, reads), device, audit="prove")

@@ -507,3 +507,130 @@ def test_a_closed_runner_is_forgotten(backend: GraphBackend, is_closed: bool) ->
         assert not report.graphs
         assert not report.gone  # it was closed on purpose
         assert "No graph lives that the watch saw" in render_text(report)
+
+
+# --- second captures ------------------------------------------------------------------------------
+
+
+def capture_raw(backend: GraphBackend, call: Callable[[], object], pool: Any = None) -> Any:
+    """A graph without a runner, in a pool of its own if none is given."""
+    if not backend.is_tape:
+        raw = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(raw, pool=pool):
+            call()
+        return raw
+    graph = backend.new_graph(pool or backend.new_pool())
+    with backend.session():
+        backend.begin(graph)
+        call()
+        backend.end(graph)
+    return graph
+
+
+def pool_of(backend: GraphBackend, graph: Any) -> Any:
+    return graph.pool if backend.is_tape else graph.pool()
+
+
+def chain(model: Model, device: torch.device) -> Callable[[], object]:
+    x = torch.zeros(4, 64, device=device)
+    model(x)
+    return lambda: model(x)
+
+
+def test_two_captures_prove_pointers_into_the_pool(backend: GraphBackend) -> None:
+    device = backend.device
+    with torch.no_grad(), cgplan.watch() as watch:
+        model = made(device)
+        call = chain(model, device)
+        workspaces = capture_raw(backend, call)  # of libraries lie in the first pool
+        graph, twin = capture_raw(backend, call), capture_raw(backend, call)
+        before = watch.check().graphs[1].kinds
+        watch.prove(graph, twin)
+        report = watch.check()
+        kinds = report.graphs[1].kinds
+        assert 0 < kinds["proven"] == before["graph pool"] - kinds.get("graph pool", 0)
+        assert "disproven" not in kinds
+        assert f"proven {kinds['proven']} " in " ".join(render_text(report).split())
+        assert "proven" not in report.graphs[0].kinds
+        del twin
+        gc.collect()
+        assert watch.check().graphs[1].kinds == kinds
+        model.cache = torch.zeros_like(model.cache)
+        assert "Model.cache" in stale(watch.check())
+        assert workspaces is not graph
+
+
+def test_memory_of_the_pool_that_both_captures_read_is_not_disproven(
+    backend: GraphBackend,
+) -> None:
+    """A table that an earlier capture made, and that the model keeps."""
+    tables = list[Tensor]()
+    x = torch.ones(64, device=backend.device)
+
+    def call() -> None:
+        if not tables:
+            tables.append(x * 2)
+        outputs.append(tables[0] + x)
+
+    outputs = list[Tensor]()
+    with torch.no_grad(), cgplan.watch() as watch:
+        x * 2 + x
+        maker = capture_raw(backend, call)
+        graph = capture_raw(backend, call, pool_of(backend, maker))
+        twin = capture_raw(backend, call)
+        watch.prove(graph, twin)
+        kinds = watch.check().graphs[1].kinds
+        assert kinds["proven"] == 1  # the output
+        assert kinds["graph pool"] == 1  # the table
+        assert "disproven" not in kinds
+
+
+@pytest.mark.gpu
+def test_an_integer_that_is_an_address_by_chance_is_disproven(backend: GraphBackend) -> None:
+    x = torch.zeros(1 << 18, dtype=torch.int64, device=backend.device)
+    chance = list[int]()
+
+    def call() -> None:
+        between = x * 3
+        if not chance:
+            chance.append(between.data_ptr() + 8)
+        del between
+        outputs.append(x + chance[0])
+
+    outputs = list[Tensor]()
+    with torch.no_grad(), cgplan.watch() as watch:
+        x + (x * 3)[0]
+        graph = capture_raw(backend, call)
+        outputs.clear()
+        before = watch.check().graphs[0]
+        twin = capture_raw(backend, call)
+        watch.prove(graph, twin)
+        after = watch.check().graphs[0]
+        assert after.kinds["disproven"] == 1
+        assert after.kinds["proven"] == before.kinds["graph pool"] - 1
+        assert after.words == before.words
+        graph.replay()
+
+
+def test_other_pairs_are_refused(backend: GraphBackend) -> None:
+    device = backend.device
+    x = torch.zeros(4, 64, device=device)
+    with torch.no_grad():
+        x.mul(2).add(1)
+        before = capture_raw(backend, lambda: x.mul(2))
+        with cgplan.watch() as watch:
+            graph = capture_raw(backend, lambda: x.mul(2))
+            other = capture_raw(backend, lambda: x.mul(2).add(1))
+            same = capture_raw(backend, lambda: x.mul(2), pool_of(backend, graph))
+            with pytest.raises(ConfigError, match="graph 0 and graph 1 have different nodes"):
+                watch.prove(graph, other)
+            for twin in (graph, same):
+                with pytest.raises(ConfigError, match="each in a pool of its own"):
+                    watch.prove(graph, twin)
+            for twin in (before, nn.Identity(), None):
+                with pytest.raises(ConfigError, match="two graphs that this watch saw"):
+                    watch.prove(graph, twin)
+            assert "proven" not in watch.check().graphs[0].kinds
+            alike = capture_raw(backend, lambda: x.mul(2))
+        with pytest.raises(ConfigError, match="before the watch is closed"):
+            watch.prove(graph, alike)
