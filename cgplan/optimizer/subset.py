@@ -48,19 +48,15 @@ def restricted(
         static = 0
         for others, tokens in widest(kept).items():
             static += static_bytes(config, tokens, others)
-        predicted = predicted.model_copy(
-            update={
-                "keys": _costs_of(plan.keys, predicted.keys, kept),
-                "static_bytes": static,
-                "workspace_bytes": predicted.workspace_bytes if kept else 0,
-            }
+        predicted = predicted.changed(
+            keys=_costs_of(plan.keys, predicted.keys, kept),
+            static_bytes=static,
+            workspace_bytes=predicted.workspace_bytes if kept else 0,
         )
-    return plan.model_copy(
-        update={
-            "keys": tuple(key for key in plan.keys if key in kept),
-            "capture_sizes": tuple(sorted(sizes)),
-            "predicted": predicted,
-        }
+    return plan.changed(
+        keys=tuple(key for key in plan.keys if key in kept),
+        capture_sizes=tuple(sorted(sizes)),
+        predicted=predicted,
     )
 
 
@@ -110,7 +106,7 @@ def within_count(
         "and those with which batches are padded least if all sizes of them are as frequent"
     )
     notes = (*part.notes, note)
-    return part.model_copy(update={"notes": notes})
+    return part.changed(notes=notes)
 
 
 def spread(
@@ -151,7 +147,9 @@ def spread(
             sizes.append(_tokens_of(key) // stride)
         rows[lane] = tuple(sizes)
 
-    def saved(lane: Lane) -> float:
+    def saved(
+        lane: Lane,
+    ) -> float:
         """Rows of padding that one more graph saves a batch, on average; below 0 where no size is
         left.
         """

@@ -180,7 +180,8 @@ class CaptureSession:
         plan: Plan,
     ) -> None:
         twin: GraphRunner | None = None
-        if graphs.is_alone and not graphs.on_demand:
+        has_wrappers = None in map(graphs.entry, plan.keys)
+        if graphs.is_alone and not graphs.on_demand and not has_wrappers:
             config = self.config.with_compilation(audit="off")
             session = replace(
                 self,
@@ -194,7 +195,8 @@ class CaptureSession:
                 drop_locals(error)
         if twin is None:
             graphs.facts.note(
-                "audit: prove: no second capture: on demand, several ranks, or out of memory"
+                "audit: prove: no second capture: on demand, several ranks, wrappers in the model, "
+                "or out of memory"
             )
             return
         try:

@@ -757,7 +757,7 @@ def _of_rows(
                 f"{_name(curve.mode)} at {counted(size, 'token')} takes "
                 f"{format_microseconds(time)}, {likeness:.2g} times the default: is the unit right?"
             )
-    return times.model_copy(update={"warnings": tuple(warnings[:1])})
+    return times.changed(warnings=tuple(warnings[:1]))
 
 
 def _of_runs(
@@ -777,7 +777,7 @@ def _of_runs(
         raise StepTimeError(f"{path}: no row of step times", remedy=REMEDY)
     measured = StepTimes.measured(points, source, notes)
     full = [run.is_mixed for run in runs if run.mode is CUDAGraphMode.FULL]
-    return measured.model_copy(update={"full_of_decode": full != [] and not any(full)})
+    return measured.changed(full_of_decode=full != [] and not any(full))
 
 
 _SAVED: TypeAdapter[StepTimes | _Bench] = TypeAdapter(

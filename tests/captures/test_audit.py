@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import cgplan
 from cgplan import GraphRunner
-from cgplan.backends import GraphBackend
+from cgplan.backends import GraphBackend, select_backend
 from cgplan.backends.graph_nodes import GraphNodes, Launch
 from cgplan.backends.tape_pool import TapePool
 from cgplan.captures.audit import Pointer, ReadGraph, launch_of
@@ -512,6 +512,30 @@ def test_graphs_on_demand_are_captured_once(device: str) -> None:
         runner = opened(Block(device), device, audit="prove", capture_policy="lazy")
         runner(x=torch.ones(4, device=device))
         assert is_captured_once(runner)
+
+
+def test_graphs_in_wrappers_of_the_model_are_captured_once(device: str) -> None:
+    """A wrapper holds one graph of a size: a second capture would take its place."""
+    backend = select_backend(device)
+    first = cgplan.CUDAGraphWrapper(
+        lambda x: x * 2, cgplan.CUDAGraphMode.PIECEWISE, backend=backend
+    )
+    with torch.no_grad():
+        runner = cgplan.capture(
+            lambda x: first(x) + 1,
+            X,
+            compilation={
+                "cudagraph_capture_sizes": (4,),
+                "cudagraph_mode": "PIECEWISE",
+                "piecewise": "wrappers",
+                "audit": "prove",
+            },
+            device=device,
+        )
+        assert is_captured_once(runner)
+        assert kinds_of(runner)["graph pool"] > 0
+        x = torch.randn(3, device=device)
+        torch.testing.assert_close(runner(x=x), x * 2 + 1)
 
 
 def test_findings_of_a_proven_audit_are_errors(device: str) -> None:
