@@ -6,8 +6,7 @@ First graphs of a chain of small kernels, by ``torch.cuda.graph``, with and with
 process: seconds of the captures, memory of the process and of the device, microseconds of a replay, and the seconds of
 ``check``; "checked" is ``watch(every_replay=True)``. Then models of zoo.yaml, each captured by ``torch.cuda.graph`` and
 by reduce-overhead under a watch: all pointers must be live. With ``--words`` each is captured by ``torch.cuda.graph``
-twice, in two pools that live together: a word of a kernel's parameters that lies in the pool of its graph is an address
-if the two captures differ there, and none if they agree. So it is counted how often the rule of an audit (cgplan's
+twice, in two pools that live together: ``watch.prove`` then counts how often the rule of an audit (cgplan's
 graph_nodes.py, Note [Words]) is wrong. Needs a GPU.
 """
 
@@ -20,7 +19,6 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -124,34 +122,24 @@ def example(model):
 
 def words(model):
     module, batch = example(model)
-    backend = cgplan.select_backend("cuda")
     with torch.no_grad(), cgplan.watch() as watch:
         module(**batch)
         # workspaces of libraries lie in the pool of the first capture that needs them
-        before = capture(lambda: module(**batch))
-        first, second = (capture(lambda: module(**batch)) for _ in range(2))
-        one, other = (backend.nodes(graph) for graph, _ in (first, second))
-        pool = [block for block in backend.blocks() if block.pool == first[0].pool()]
-        kinds = watch.check().graphs[1].kinds
-        del before, first, second
-    if one.names != other.names or one.words.size != other.words.size:
-        print(f"| {model.name} | the two captures have other nodes |", flush=True)
-        return
-    in_pool = np.zeros(one.words.size, bool)
-    for block in pool:
-        in_pool |= (one.words >= block.start) & (one.words < block.end)
-    differs = one.words != other.words
-    addresses = in_pool & differs
+        captures = [capture(lambda: module(**batch)) for _ in range(3)]
+        before = watch.check().graphs[1].kinds
+        watch.prove(captures[1][0], captures[2][0])
+        after = watch.check().graphs[1]
+        del captures
     cells = [
         model.name,
-        len(one.names),
-        addresses.sum(),
-        (addresses & ~one.certain).sum(),
-        (in_pool & ~differs & one.certain).sum(),
-        (in_pool & ~differs & ~one.certain).sum(),
-        (differs & ~in_pool).sum(),
-        sum(kinds.values()),
-        kinds.get("unproven", 0),
+        after.nodes,
+        after.words,
+        before.get("graph pool", 0),
+        after.kinds.get("proven", 0),
+        after.kinds.get("disproven", 0),
+        after.kinds.get("graph pool", 0),
+        before.get("unproven", 0),
+        after.kinds.get("unproven", 0),
     ]
     print(f"| {' | '.join(map(str, cells))} |", flush=True)
 
@@ -188,7 +176,7 @@ def main():
         overheads(options)
     models = zoo.read_models()
     if options.words:
-        titles = "nodes, of the pool, not certain, certain but none, others, differ outside, pointers, unproven"
+        titles = "nodes, pointers, of the pool, proven, disproven, neither, unproven before, unproven after"
         print(f"| model | {titles.replace(', ', ' | ')} |")
     else:
         print("| model | way | graphs | pointers | stale |")

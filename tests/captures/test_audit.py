@@ -419,7 +419,7 @@ def test_a_second_capture_leaves_no_memory(device: str, backend: GraphBackend) -
         kept = {}
         for audit in ("error", "prove"):
             runner = opened(Block(device), device, audit=audit)
-            kept[audit] = runner.report.graph_bytes, runner.report.pool_bytes
+            kept[audit] = runner.report.static_bytes, runner.report.pool_bytes
             pools = {block.pool for block in runner.backend.blocks()}
             own = set(runner.graphs.pools.handles)
             assert len(pools & own) == len(own) == 1
