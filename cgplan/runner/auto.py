@@ -178,7 +178,7 @@ def choose(
     changed = {name: getattr(chosen, name) for name in chosen.model_fields_set}
     mode = chosen.cudagraph_mode
     logger.info("cudagraph_mode AUTO -> %s: %s", mode, choice.reason)
-    config = config.model_copy(update={"compilation": asked.model_copy(update=changed)})
+    config = config.changed(compilation=asked.changed(**changed))
     plan = build_plan(config)
     change = PlanChange(requested=AUTO, resolved=mode, reason=choice.reason)
     update = {
@@ -186,7 +186,7 @@ def choose(
         "changes": (change, *plan.changes),
         "notes": (*plan.notes, *choice.notes),
     }
-    return config, plan.model_copy(update=update), route
+    return config, plan.changed(**update), route
 
 
 def _choice_file(
