@@ -433,6 +433,23 @@ def test_copies_and_pickles_have_no_graphs(backend: GraphBackend, net: Net) -> N
         _ = cgplan.graphed(net).report
 
 
+def test_the_report_counts_the_kinds_that_it_leaves_out(backend: GraphBackend, net: Net) -> None:
+    g, x = cgplan.graphed(net), rows(backend, 3)
+    ready(g, net, x)
+    assert "kinds of calls" not in str(g.report)
+    with torch.inference_mode():
+        ready(g, net, x)
+    assert "one of 2 kinds of calls with graphs; explain() lists all" in str(g.report)
+    assert "kinds of calls" not in str(g.runners[0].report)
+
+
+def test_a_warm_up_without_arguments_is_refused(backend: GraphBackend, net: Net) -> None:
+    with pytest.raises(InputError, match="warmed up by the arguments of a call, and got none"):
+        cgplan.graphed(net).warm_up()
+    state = rows(backend, 3)
+    cgplan.graphed(lambda: state * 2).warm_up()  # it takes none
+
+
 def test_autocast_is_part_of_a_call(backend: GraphBackend, net: Net) -> None:
     g, x = cgplan.graphed(net), rows(backend, 3)
     for _ in range(2):
@@ -952,9 +969,52 @@ def test_generate_tells_why_it_finds_no_graph(backend: GraphBackend) -> None:
     lm.generate(prompt, max_new_tokens=12, return_dict_in_generate=True, num_beams=2)
     lm.generate(prompt, max_new_tokens=12, use_cache=False)
     told = g.explain()
-    assert "generate with return_dict_in_generate and num_beams has a cache of its own" in told
-    assert "generate with use_cache=False has a cache of its own" in told
+    other = "does not use the cache that graphed_generate keeps for graphs"
+    assert f"generate with return_dict_in_generate and num_beams {other}" in told
+    assert f"generate with use_cache=False {other}" in told
     assert "another state at each call, DynamicCache: graphs need one object whose" in told
+
+
+def test_generate_with_a_config_as_transformers_wants_it(
+    backend: GraphBackend, caplog: pytest.LogCaptureFixture
+) -> None:
+    from transformers import GenerationConfig
+
+    lm = decoder(backend)
+    prompt = torch.randint(2, 200, (2, 9), device=backend.device)
+    config = GenerationConfig(max_new_tokens=6, do_sample=False)
+    wanted = lm.generate(prompt, config)
+    before = config.to_dict()
+    g = cgplan.graphed_generate(lm, max_cache_len=32)
+    for given in ((prompt, config), (prompt,)):
+        named = {} if given[1:] else {"generation_config": config}
+        assert torch.equal(lm.generate(*given, **named), wanted)
+    assert replays(g) > 0
+    assert config.to_dict() == before
+    assert "is deprecated" not in caplog.text
+
+
+def test_generate_without_graphs_for_a_mask_that_is_as_long_as_the_text(
+    backend: GraphBackend,
+) -> None:
+    from transformers import FalconConfig, FalconForCausalLM
+
+    ends = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
+    widths = {"vocab_size": 200, "hidden_size": 32, "num_attention_heads": 2}
+    config = FalconConfig(**widths, **ends, num_hidden_layers=1, alibi=True)
+    lm = FalconForCausalLM(config).to(backend.device).eval()
+    prompt = torch.randint(2, 200, (2, 5), device=backend.device)
+    wanted = lm.generate(prompt, max_new_tokens=6, do_sample=False)
+    g = cgplan.graphed_generate(lm, max_cache_len=16)
+    assert torch.equal(lm.generate(prompt, max_new_tokens=6, do_sample=False), wanted)
+    assert "generate with alibi does not use the cache" in g.explain()
+
+
+def test_generate_without_a_prompt_of_tokens_tells_so(backend: GraphBackend) -> None:
+    lm = decoder(backend)
+    g = cgplan.graphed_generate(lm, max_cache_len=32)
+    lm.generate(max_new_tokens=3)
+    assert "generate with no input_ids does not use the cache" in g.explain()
 
 
 @pytest.mark.parametrize("window", [16, None])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import sys
@@ -162,8 +163,16 @@ class Graphed:
 
     @property
     def report(self) -> CaptureReport:
-        """Of the kind with the most calls. Raises CgplanError before the third call."""
-        return cast(GraphRunner, self._busiest().runner).report
+        """Of the kind with the most calls; a note counts the others. Raises CgplanError before the
+        third call.
+        """
+        report = cast(GraphRunner, self._busiest().runner).report
+        kinds = len(self.runners)
+        if kinds == 1:
+            return report
+        note = f"one of {kinds} kinds of calls with graphs; explain() lists all"
+        plan = report.plan.model_copy(update={"notes": (*report.plan.notes, note)})
+        return report.model_copy(update={"plan": plan})
 
     def _busiest(self) -> Kind:
         runners = self.runners
@@ -239,8 +248,13 @@ class Graphed:
         **kwargs: Any,
     ) -> None:
         """Make the graph for such a call; tensors, attributes and torch's random numbers are put
-        back. Raises what the model raises.
+        back. Raises what the model raises, and InputError without arguments.
         """
+        if self._signature.parameters and not args and not kwargs:
+            raise InputError(
+                f"{self._name} is warmed up by the arguments of a call, and got none",
+                remedy="Pass some for each size: g.warm_up(torch.zeros(4, 64)).",
+            )
         self._calls.warm_up(args, kwargs)
 
     def save_config(self, path: str | Path) -> None:
@@ -538,22 +552,22 @@ class _Generate:
                 found = getattr(settings, name, None)
             return default if found is None else found
 
-        prompt = inputs if inputs is not None else given.get("input_ids")
+        prompt: Any = given.get("input_ids") if inputs is None else inputs
         if given.get("cache_implementation") == "static":  # it gets one
             del given["cache_implementation"]
-        other = list(filter(setting, _OTHER_CACHES))
-        if setting("num_beams", 1) > 1:
-            other.append("num_beams")
-        if not setting("use_cache", True):
-            other.append("use_cache=False")
-        if torch.is_autocast_enabled(model.device.type):
-            other.append("autocast")  # a static cache has one dtype
+        without = {
+            "num_beams": setting("num_beams", 1) > 1,
+            "use_cache=False": not setting("use_cache", True),
+            "autocast": torch.is_autocast_enabled(model.device.type),  # a static cache: one dtype
+            "alibi": getattr(model.config, "alibi", False),  # Falcon's mask has the prompt's length
+            "no input_ids": prompt is None,
+        }
+        other = [*filter(setting, _OTHER_CACHES), *filter(without.get, without)]
         if other:
             self._tell(
-                f"generate with {' and '.join(other)} has a cache of its own: leave that out "
-                "for graphs"
+                f"generate with {' and '.join(other)} does not use the cache that "
+                "graphed_generate keeps for graphs"
             )
-        if prompt is None or other:
             has_cache = any(name in given for name in CACHE_ARGUMENTS)
             with nullcontext() if has_cache else capture_allowed(False):
                 return own(model, inputs, generation_config, *others, **given)
@@ -566,7 +580,11 @@ class _Generate:
                 f"generate may reach {longest} tokens, and max_cache_len is {self._max_cache_len}",
                 remedy="Ask for fewer by max_new_tokens, or set a larger max_cache_len.",
             )
-        given.setdefault("disable_compile", True)
+        if generation_config is None:
+            given.setdefault("disable_compile", True)
+        else:
+            generation_config = copy.copy(generation_config)
+            generation_config.disable_compile = True
         rows = len(prompt) * setting("num_return_sequences", 1)
         with self._lock:
             if self._is_running:  # a logits processor generates: the cache is in use
