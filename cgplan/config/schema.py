@@ -351,7 +351,7 @@ class ModelConfig(Section):
     """The model that is captured."""
 
     target: str | None = None
-    """`package.module:callable` or `path/to/file.py:callable`, which returns the model, or
+    """`package.module:name` or `path/to/file.py:name`, a module or what returns the model, or
     `transformers`, a Hugging Face causal LM. Absent: given from Python.
     """
     kwargs: dict[str, Any] = Field(default_factory=dict)

@@ -108,6 +108,8 @@ def call_target(
                 hint = did_you_mean(name, (n for n in dir(found) if not n.startswith("_")))
                 raise ModelError(f"{source} has no `{name}`", remedy=hint + remedy)
             found = getattr(found, name)
+        if isinstance(found, nn.Module) and not kwargs:
+            return found
         if not callable(found):
             raise ModelError(
                 f"{target} is {type(found).__name__}, which is not callable", remedy=remedy

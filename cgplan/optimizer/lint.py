@@ -52,8 +52,9 @@ def _uncaptured_decode(plan: Plan) -> Iterator[str]:
     most = largest_of(Lane(CUDAGraphMode.FULL, True, 0), plan)
     held = max((sizes[-1] for sizes in plan.lanes().values()), default=most)
     if held < most:
+        kind = "uniform decode " if plan.mode.separate_routine() else ""
         yield (
-            f"scheduler.max_num_seqs allows uniform decode batches of {most} tokens, the largest "
+            f"scheduler.max_num_seqs allows {kind}batches of {most} tokens, the largest "
             f"graph holds {held}: "
             "batches beyond it run eagerly; lower it, or capture that size"
         )

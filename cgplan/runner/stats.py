@@ -379,7 +379,7 @@ class StatsCollector:
             yield family
         host = self._core.SummaryMetricFamily(
             "cgplan_host_seconds",
-            "Host time of the calls that were timed, until they returned.",
+            "Host time of every 16th call (RunnerStats.time_every), until it returned.",
             labels=["runner"],
         )
         for runner, stats in self._runners.items():

@@ -34,6 +34,13 @@ def test_init_of_an_mlp_captures_as_it_is(home: Path) -> None:
     assert len(CaptureReport.model_validate_json(result.stdout).records) == 6
 
 
+def test_init_of_a_module_that_a_file_holds_captures_as_it_is(home: Path) -> None:
+    (home / "made.py").write_text("from torch import nn\nnet = nn.Sequential(nn.Linear(3, 4))\n")
+    _, config = started(home, "made.py:net")
+    assert config.inputs["input"].shape == ("num_tokens", 3)
+    good("capture", "--config", "my.yaml", "--device", "cpu", "--json")
+
+
 def test_init_arguments_with_defaults_can_be_uncommented(home: Path) -> None:
     text, _ = started(home, "models.py:Net")
     lines = text.splitlines()

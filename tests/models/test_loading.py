@@ -172,6 +172,14 @@ def test_attribute_that_is_not_there_or_not_callable(tmp_path: Path) -> None:
     assert ":number is int, which is not callable" in failure(f"{path}:number").message
 
 
+def test_a_target_that_is_a_module_is_the_model(tmp_path: Path) -> None:
+    path = write(tmp_path, "import torch\nnet = torch.nn.Linear(3, 4)")
+    model = load(f"{path}:net")
+    assert isinstance(model, torch.nn.Linear)
+    assert not model.training
+    assert "failed" in failure(f"{path}:net", width=3).message
+
+
 def test_other_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     error = failure("nowhere/model.py:build", tmp_path)
     assert str(tmp_path / "nowhere" / "model.py") in error.message

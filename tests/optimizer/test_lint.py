@@ -236,6 +236,13 @@ def test_modes_that_the_traffic_never_uses() -> None:
             ],
         ),
         (
+            {"mode": "FULL", "sizes": [8]},
+            [
+                "scheduler.max_num_seqs allows batches of 64 tokens, the largest graph holds 8: "
+                "batches beyond it run eagerly; lower it, or capture that size",
+            ],
+        ),
+        (
             {"mode": "FULL_DECODE_ONLY", "sizes": [3, 60], "spec": 2, "seqs": 20},
             [
                 "FULL uniform: batches of 6 to 60 tokens run at 60, 45% of which is padding on average"
