@@ -1013,7 +1013,7 @@ def test_generate_without_graphs_for_a_mask_that_is_as_long_as_the_text(
 def test_generate_without_a_prompt_of_tokens_tells_so(backend: GraphBackend) -> None:
     lm = decoder(backend)
     g = cgplan.graphed_generate(lm, max_cache_len=32)
-    lm.generate(max_new_tokens=3)
+    g.generate(max_new_tokens=3)
     assert "generate with no input_ids does not use the cache" in g.explain()
 
 

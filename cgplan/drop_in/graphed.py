@@ -481,7 +481,8 @@ def graphed_generate(
     max_cache_len: int,
     **options: Any,
 ) -> Graphed:
-    """Lets ``model.generate`` of transformers run by graphs; returns the graphed forward.
+    """Lets ``model.generate`` of transformers run by graphs; returns the graphed forward, whose
+    ``generate`` is the same.
 
         cgplan.graphed_generate(lm, max_cache_len=1024)
         tokens = lm.generate(prompt, max_new_tokens=100)
@@ -510,7 +511,7 @@ def graphed_generate(
         )
     g: Graphed = graphed(model.forward, dynamic={}, **options)
     model.forward = g
-    model.generate = _Generate(model, max_cache_len)
+    vars(g)["generate"] = model.generate = _Generate(model, max_cache_len)
     return g
 
 
