@@ -1010,6 +1010,22 @@ def test_generate_without_graphs_for_a_mask_that_is_as_long_as_the_text(
     assert "generate with alibi does not use the cache" in g.explain()
 
 
+def test_generate_of_models_that_take_no_static_cache(backend: GraphBackend) -> None:
+    """Doge chooses the keys it reads from all that the cache holds, also empty ones."""
+    from transformers import DogeConfig, DogeForCausalLM
+
+    ends = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
+    widths = {"vocab_size": 200, "hidden_size": 32, "intermediate_size": 64}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    lm = DogeForCausalLM(DogeConfig(**widths, **heads, **ends)).to(backend.device).eval()
+    prompt = torch.randint(2, 200, (2, 5), device=backend.device)
+    wanted = lm.generate(prompt, max_new_tokens=20, do_sample=False)
+    g = cgplan.graphed_generate(lm, max_cache_len=64)
+    assert torch.equal(lm.generate(prompt, max_new_tokens=20, do_sample=False), wanted)
+    assert "generate with DogeForCausalLM does not use the cache" in g.explain()
+
+
 def test_generate_without_a_prompt_of_tokens_tells_so(backend: GraphBackend) -> None:
     lm = decoder(backend)
     g = cgplan.graphed_generate(lm, max_cache_len=32)

@@ -506,7 +506,7 @@ def graphed_generate(
     is_decoder = not isinstance(model, Graphed) and hasattr(type(model), "generate")
     if not is_decoder or not cache_argument(model) or model.config.is_encoder_decoder:
         raise ConfigError(
-            f"{type(model).__name__} is not a decoder-only model of transformers",
+            f"{type(model).__name__} is not a decoder-only model of transformers with a KV cache",
             remedy="Pass a model as AutoModelForCausalLM.from_pretrained gives it, before graphed.",
         )
     g: Graphed = graphed(model.forward, dynamic={}, **options)
@@ -562,6 +562,8 @@ class _Generate:
             "autocast": torch.is_autocast_enabled(model.device.type),  # a static cache: one dtype
             "alibi": getattr(model.config, "alibi", False),  # Falcon's mask has the prompt's length
             "no input_ids": prompt is None,
+            # transformers says which models may have static caches
+            type(model).__name__: not getattr(model, "_can_compile_fullgraph", True),
         }
         other = [*filter(setting, _OTHER_CACHES), *filter(without.get, without)]
         if other:
