@@ -978,11 +978,15 @@ def test_generate_tells_why_it_finds_no_graph(backend: GraphBackend) -> None:
 def test_generate_with_a_config_as_transformers_wants_it(
     backend: GraphBackend, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from transformers import GenerationConfig
+    """It is not written, brings no warning, and transformers compiles nothing."""
+    from transformers import CompileConfig, GenerationConfig
 
     lm = decoder(backend)
+    compiles = CompileConfig()
+    compiles._compile_all_devices = True
+    lm.get_compiled_call = None  # it would be called
     prompt = torch.randint(2, 200, (2, 9), device=backend.device)
-    config = GenerationConfig(max_new_tokens=6, do_sample=False)
+    config = GenerationConfig(max_new_tokens=6, do_sample=False, compile_config=compiles)
     wanted = lm.generate(prompt, config)
     before = config.to_dict()
     g = cgplan.graphed_generate(lm, max_cache_len=32)
