@@ -171,8 +171,8 @@ class Graphed:
         if kinds == 1:
             return report
         note = f"one of {kinds} kinds of calls with graphs; explain() lists all"
-        plan = report.plan.model_copy(update={"notes": (*report.plan.notes, note)})
-        return report.model_copy(update={"plan": plan})
+        plan = report.plan
+        return report.changed(plan=plan.changed(notes=(*plan.notes, note)))
 
     def _busiest(self) -> Kind:
         runners = self.runners
