@@ -12,6 +12,7 @@ from cgplan.config import Config, with_values
 from cgplan.errors import BudgetError, ModeError, PlanError, StepTimeError, TrafficError
 from cgplan.modes import CUDAGraphMode
 from cgplan.optimizer.evidence import ASKED_FOR, ServicePoint
+from cgplan.optimizer.lanes import Run
 from cgplan.optimizer.propose import ALIKE, Case, Request, choose
 from cgplan.planning import Plan, build_plan
 from cgplan.traffic.histogram import Service, Traffic
@@ -275,10 +276,13 @@ class Planner:
         if key not in self._known:
             clock = StepClock(plan, self._times, apart=self._apart)
             traffic = simulate(source, bounds, clock)
+            traffic = traffic.model_copy(update=marked)
             assert traffic.service is not None
-            share = clock.unmeasured(traffic)
-            service = traffic.service.model_copy(update={"unmeasured": share})
-            self._known[key] = source, traffic.model_copy(update={"service": service, **marked})
+            run = Run(plan.keys, traffic, self._times)
+            known = {"unmeasured": run.unmeasured()}
+            service = traffic.service.model_copy(update=known)
+            traffic = traffic.model_copy(update={"service": service})
+            self._known[key] = source, traffic
         return self._known[key][1]
 
     # --- the mode ---------------------------------------------------------------------------------

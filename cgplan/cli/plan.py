@@ -111,7 +111,7 @@ def run_plan(
             note(line)
     known: Engine | None = "vllm" if vllm and not engine else engine
     if known and are_own_times and not loads.is_on_tape:
-        plan = with_emission(plan, known, parallelism)
+        plan = with_emission(plan, known, parallelism, _doubts(plan))
     shown = _shown(plan, request)
     publish(plan, request.output, as_json=request.as_json, html=request.html, shown=shown)
     missed = (plan.evidence or {}).get("slo_missed")
@@ -121,6 +121,16 @@ def run_plan(
             f"{missed}",
             remedy="Serve fewer requests a replica (--replicas), try bounds that the report "
             "names, or loosen the SLO.",
+        )
+
+
+def _doubts(plan: Plan) -> Iterator[str]:
+    if plan.evidence and Evidence.model_validate(plan.evidence).is_extrapolated:
+        largest = f"compilation.max_cudagraph_capture_size={plan.max_capture_size}"
+        yield (
+            "measure before you paste: `cgplan bench FILE --set "
+            f"{largest} --output bench.json`, or the engine's own benchmark, graphs and eager "
+            "steps of these sizes; then plan again with --step-times"
         )
 
 

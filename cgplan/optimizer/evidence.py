@@ -12,6 +12,7 @@ from cgplan.units import counted
 
 ASKED_FOR = "asked for"
 NO_BATCH = "no batch would run in it"
+MOST_UNMEASURED = 0.5  # share of the steps in graphs, above which a plan is extrapolated
 Limit = Literal["max_graphs", "memory", "capture_time"]
 
 
@@ -202,6 +203,8 @@ class Evidence(Record):
         loads: Of several traffics, each; other loads, which are insured, come last.
         other_loads: Share of the steps in what was planned for that are theirs.
         service: Of the plan, of the graphs asked for, and without graphs.
+        unmeasured: Share of the steps in graphs at sizes larger than those whose times were
+            measured.
         decisions: On the mode and the SLO, and what other modes would cost, in sentences.
         slo_missed: How the plan misses an SLO that none holds, in words.
         binding: The limits that the next better plan breaks.
@@ -255,6 +258,11 @@ class Evidence(Record):
     slo_missed: str | None = None
     decisions: tuple[str, ...] = ()
     step_times: dict[str, Any] | None = None
+    unmeasured: float = 0.0
+
+    @property
+    def is_extrapolated(self) -> bool:
+        return self.unmeasured > MOST_UNMEASURED
 
     def as_point(self, name: str) -> LadderPoint:
         """The plan's own figures, as a row beside ladders."""

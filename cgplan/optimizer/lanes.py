@@ -95,6 +95,7 @@ class Run:
         traffic, times: The batches, and how long steps take.
         batches, weights: ``columns_of`` the traffic.
         missed: Whether a batch runs eagerly.
+        beyond: Whether it runs at a size that is larger than those whose times were measured.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class Run:
         self._size = tokens.copy()  # that runs
         self._time = np.zeros_like(tokens)
         self._place = np.full_like(tokens, np.inf)  # of the lane; inf: eager
+        self.beyond = np.zeros(tokens.shape, dtype=bool)
         pairs = [(Lane.of(*key), key[1].num_tokens) for key in keys]
         held = grouped(pairs)
         self._lanes = sorted(held, key=attrgetter("place"))
@@ -122,15 +124,33 @@ class Run:
             runs = missed & fits
             missed &= ~fits
             at = np.searchsorted(sizes, tokens[runs])
-            ran = sizes[at]
-            self._size[runs] = ran
-            self._time[runs] = self._times_in(lane, ran)
             self._place[runs] = lane.place
+            self._run_in(lane, runs, sizes[at])
         for case in set(loras[missed].tolist()):
             here = missed & (loras == case)
             eager = EAGER._replace(num_active_loras=int(case))
-            self._time[here] = self._times_in(eager, tokens[here])
+            self._run_in(eager, here, tokens[here])
         self.missed = missed
+
+    def _run_in(
+        self,
+        lane: Lane,
+        here: Any,
+        sizes: Any,
+    ) -> None:
+        self._size[here] = sizes
+        self._time[here] = self._times_in(lane, sizes)
+        if sizes.size:
+            case = lane.num_active_loras
+            self.beyond[here] = sizes > self.times.measured_to(lane.mode, case)
+
+    def unmeasured(self, here: Any = ...) -> float:
+        """The share ``beyond`` of these steps; 0 of none."""
+        weights = self.weights[here]
+        if not weights.size:
+            return 0.0
+        beyond = weights @ self.beyond[here]
+        return float(beyond / weights.sum())
 
     def serves(
         self,

@@ -150,11 +150,8 @@ def _cliff(plan: Plan, run: Run, batch: StepShape) -> str | None:
 
 
 def _unmeasured_sizes(plan: Plan, run: Run) -> Iterator[str]:
-    last = dict[CUDAGraphMode, int]()
-    for curve in run.times.curves:
-        last[curve.mode] = max(curve.points[-1][0], last.get(curve.mode, 0))
     for lane, sizes in plan.lanes().items():
-        most = last.get(lane.mode, sizes[-1])
+        most = run.times.measured_to(lane.mode, lane.num_active_loras)
         beyond = [size for size in sizes if size > most]
         if beyond:
             yield (

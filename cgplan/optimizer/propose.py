@@ -25,6 +25,7 @@ from cgplan.errors import BudgetError, PlanError
 from cgplan.modes import CUDAGraphMode, Key
 from cgplan.optimizer.evidence import (
     ASKED_FOR,
+    MOST_UNMEASURED,
     NO_BATCH,
     Evidence,
     Expected,
@@ -605,6 +606,11 @@ class Case:
         if asked is not None:
             warnings += self._memory_grows(price["bytes"], asked)
         points = map(curve.point, range(1, curve.last() + 1))
+        verdict = self._verdict(asked)
+        unmeasured = run.unmeasured(~run.missed)
+        if unmeasured > MOST_UNMEASURED:
+            beyond = f"{unmeasured:.0%} of the steps in graphs have sizes that were not measured"
+            verdict = f"extrapolated, as {beyond}: {verdict}"
         return Evidence(
             traffic_source=run.traffic.source,
             traffic_weight=run.traffic.total,
@@ -635,7 +641,8 @@ class Case:
             not_worth=tuple(self._not_worth()),
             notes=tuple(self._notes()),
             warnings=(*warnings, *lint(plan, run)),
-            verdict=self._verdict(asked) + self._doubt(),
+            verdict=verdict,
+            unmeasured=unmeasured,
             unbounded=unbounded,
             padding=run.padding,
             left_out=_by_lane(self._left_out()),
@@ -882,21 +889,6 @@ class Case:
                 f"these graphs take {format_bytes(more)} more memory than {ladder.words}: "
                 f"--memory {theirs}MiB (budget.memory) plans for no more"
             )
-
-    def _doubt(self) -> str:
-        """Of a plan that most steps run beyond the measured sizes."""
-        times = self.run.times
-        by_graphs = 0.0
-        beyond = 0.0
-        for use in self.run.uses:
-            if use.size is None:
-                continue
-            by_graphs += use.weight
-            if use.size > times.measured_to(use.lane.mode, use.lane.num_active_loras):
-                beyond += use.weight
-        if beyond <= by_graphs / 2:
-            return ""
-        return f"; {beyond / by_graphs:.0%} of these steps have sizes that were not measured"
 
     def _verdict(self, ladder: LadderPoint | None) -> str:
         if self.plan.mode is CUDAGraphMode.NONE:

@@ -471,7 +471,9 @@ def _reasons(evidence: Evidence) -> Iterator[Fact]:
     bounds = f"{eager}with a graph for every size {format_microseconds(expected.bound)}"
     yield "step", f"{format_microseconds(expected.plan)} expected; {bounds}"
     proof = "lower bound reported"
-    if evidence.exact:
+    if evidence.is_extrapolated:
+        proof = "extrapolated: most steps in graphs have sizes that were not measured"
+    elif evidence.exact:
         proof = "proven: no plan within the limits is better by these times and costs"
     elif evidence.gap > 1e-6:
         proof += f", at most {evidence.gap:.1%} above the best"
@@ -519,6 +521,8 @@ def _ladders(evidence: Evidence) -> RenderableType | None:
         "padding: share of all tokens; gain: how much shorter the plan's step is",
         "no gain: the ladder is within 1% of a graph for every size",
     ]
+    if evidence.is_extrapolated:
+        words.append("extrapolated: most steps in graphs are larger than those measured")
     if plan.decode_us is not None and plan.mixed_us is not None:
         words.append("decode, mixed: steps of uniform decode, and others")
     table = _beside((plan, *evidence.ladders), TextColumn("gain", gain))

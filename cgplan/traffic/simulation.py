@@ -618,16 +618,14 @@ class StepClock:
             )
 
         @cache
-        def table(mode: CUDAGraphMode, adapters: int) -> tuple[Floats, int]:
-            every = times.at(mode, tokens, adapters)
-            return every, times.measured_to(mode, adapters)
+        def table(mode: CUDAGraphMode, adapters: int) -> Floats:
+            return times.at(mode, tokens, adapters)
 
         # batches between two of these sizes run as the larger one does
         captured = [descriptor.num_tokens for _, descriptor in plan.keys]
         self._bounds = sorted({*captured, largest + 1})
         self._answer = answer
         self._table = table
-        self._extrapolated: set[StepShape] = set()
 
     def __call__(self, shape: StepShape) -> float:
         size, _, uniform, adapters = shape
@@ -636,17 +634,4 @@ class StepClock:
         if mode is not CUDAGraphMode.NONE:
             size = descriptor.num_tokens
             adapters = descriptor.num_active_loras
-        times, measured_to = self._table(mode, adapters)
-        if size > measured_to:
-            self._extrapolated.add(shape)
-        return float(times[size])
-
-    def unmeasured(self, traffic: Traffic) -> float:
-        """The share of the steps that are larger than those whose times were measured; each shape
-        was timed.
-        """
-        found = 0.0
-        for shape, weight in traffic.histogram:
-            if shape in self._extrapolated:
-                found += weight
-        return found / traffic.total
+        return float(self._table(mode, adapters)[size])

@@ -30,7 +30,7 @@ from cgplan import errors
 from cgplan.config import load_config
 from cgplan.optimizer.evidence import PlanCheck
 from cgplan.planning import Plan, build_plan
-from cgplan.reports import load_report, render_text
+from cgplan.reports import load_plan, load_report, render_text
 from cgplan.reports.layout import plain_text
 from cgplan.reports.plan_tables import brief
 from cgplan.traffic.step_times import StepTimes
@@ -544,16 +544,29 @@ def test_plan_says_whose_step_times_it_uses(home: Path) -> None:
     assert "--compilation-config" not in good(*own).stdout
 
 
-def test_a_verdict_says_that_sizes_were_not_measured(home: Path) -> None:
+def test_a_plan_beyond_the_measured_sizes_is_extrapolated_not_proven(home: Path) -> None:
     """Most steps have 2 or more tokens."""
     command = use_traffic(home)
     rows = "".join(f"{mode},1,{time}\n" for mode, time in (("NONE", 900), ("FULL", 100)))
     (home / "short.csv").write_text(f"mode,num_tokens,microseconds\n{rows}")
-    doubt = "% of these steps have sizes that were not measured"
+    doubt = "% of the steps in graphs have sizes that were not measured"
     for name, told in (("short.csv", True), ("times.csv", False)):
-        evidence = plan_of(*command[:-1], name).evidence
+        made = good(
+            *command[:-1], name, "--emit", "vllm", "--output", "made.json", "--html", "made.html"
+        )
+        advice = "measure before you paste: `cgplan bench FILE"
+        assert (advice in unwrapped(made.stderr)) is told
+        evidence = load_plan(home / "made.json").evidence
         assert evidence is not None
+        assert evidence["verdict"].startswith("extrapolated, as ") is told
         assert (doubt in evidence["verdict"]) is told
+        shown = unwrapped(good("inspect", "made.json").stdout)
+        assert ("proven" in shown) is not told
+        assert ("extrapolated: most steps in graphs" in shown) is told
+        if told:
+            assert shown.index(advice) < shown.index("--compilation-config")
+        page = (home / "made.html").read_text()
+        assert ("Extrapolated, as " in page) is told
 
 
 @pytest.mark.parametrize(("unit", "is_told"), [(1e-3, True), (1, False), (1e3, True)])

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field, replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plans import plan_of, plan_with, plans, plans_with_lanes
+from plans import plan_of, plans, plans_with_lanes
 
 from cgplan.errors import TrafficError
-from cgplan.modes import RUNTIME_MODES, BatchDescriptor, CUDAGraphMode
+from cgplan.modes import CUDAGraphMode
 from cgplan.planning import CudagraphDispatcher, Plan
-from cgplan.traffic.histogram import Percentiles, StepShape, Traffic
+from cgplan.traffic.histogram import Percentiles, StepShape
 from cgplan.traffic.simulation import (
     NO_ADAPTER,
     Request,
@@ -520,27 +520,6 @@ def test_a_step_takes_the_time_of_the_graph_that_the_dispatcher_chooses(
         case = adapters if mode is CUDAGraphMode.NONE else ran.num_active_loras
         wanted = times.of(mode, ran.num_tokens, case)
         assert clock(StepShape(size, 1, uniform, adapters)) == pytest.approx(wanted)
-
-
-def extrapolated(plan: Plan, times: StepTimes, traffic: Traffic) -> float:
-    clock = StepClock(plan, times)
-    for shape, _ in traffic.histogram:
-        clock(shape)
-    return clock.unmeasured(traffic)
-
-
-def test_steps_beyond_those_measured_are_a_share() -> None:
-    plan = plan_of(seqs=4, tokens=128)
-    times = StepTimes.measured({(mode, 0): {1: 5.0, 4: 9.0} for mode in RUNTIME_MODES}, "few")
-    traffic = Traffic.of({decode(4): 3, mixed(100, 4): 1}, "some")
-    assert extrapolated(plan, times, traffic) == 0.25
-    without_piecewise = StepTimes.measured(
-        {(CUDAGraphMode.NONE, 0): {1: 9.0, 200: 9.0}, (CUDAGraphMode.FULL, 0): {1: 5.0, 90: 6.0}},
-        "no PIECEWISE",
-    )
-    piecewise = plan_with([(CUDAGraphMode.PIECEWISE, BatchDescriptor(128))])
-    assert extrapolated(piecewise, without_piecewise, traffic) == 1
-    assert extrapolated(plan_with([]), without_piecewise, traffic) == 0
 
 
 def test_the_first_requests_are_those_that_come_first() -> None:
