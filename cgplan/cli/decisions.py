@@ -148,27 +148,36 @@ class Planner:
         the first ``LARGE`` requests.
         """
         most = config.budget.max_graphs
-        allowed = most
-        while True:
-            bounded = with_values(config, "budget", max_graphs=allowed)
+        plan = self._plan(config, of_first=of_first)
+        if most is None or plan.num_graphs <= most:
+            return plan
+        low = 0
+        high = most
+        fits: Plan | None = None
+        while high - low > 1:
+            middle = (low + high) // 2
+            bounded = with_values(config, "budget", max_graphs=middle)
             plan = self._plan(bounded, of_first=of_first)
-            if config.compilation.key_rules == "vllm_v2":
-                plan = self._as_engine_captures(config, plan)
-            graphs = plan.num_graphs
-            if most is None or allowed is None or graphs <= most:
-                budget = dict(plan.budget)
-                if most is not None:
-                    budget["max_graphs"] = most
-                return plan.model_copy(update={"budget": budget})
-            if allowed == 1:
-                raise BudgetError(
-                    f"budget.max_graphs is {most}, and one size takes {graphs} graphs, those of "
-                    "the draft model included",
-                    remedy=f"Allow {graphs} graphs.",
-                )
-            allowed = max(1, min(allowed - 1, allowed * most // graphs))
+            if plan.num_graphs <= most:
+                fits = plan
+                low = middle
+            else:
+                high = middle
+        if fits is None:
+            raise BudgetError(
+                f"budget.max_graphs is {most}, and one size takes {plan.num_graphs} graphs, those "
+                "of the draft model included",
+                remedy=f"Allow {plan.num_graphs} graphs.",
+            )
+        return fits.model_copy(update={"budget": {**fits.budget, "max_graphs": most}})
 
-    def _plan(self, config: Config, *, of_first: bool = False) -> Plan:
+    def _plan(self, config: Config, *, of_first: bool) -> Plan:
+        plan = self._chosen(config, of_first=of_first)
+        if config.compilation.key_rules == "vllm_v2":
+            return self._as_engine_captures(config, plan)
+        return plan
+
+    def _chosen(self, config: Config, *, of_first: bool) -> Plan:
         loads = self._loads
         options: dict[str, Any] = {
             "insurance": INSURANCE if loads.insurance is None else loads.insurance,

@@ -139,12 +139,15 @@ def choose(request: Request) -> Case:
     insured = request.insured
     curve = request.curve(request.loads, insured)
     limits = request.limits
-    slack = 0.0
+    slack = WORTH * curve.problem.changeable
     if request.is_bounded:
         _check_one_graph(limits, curve)
-        slack = WORTH * curve.problem.changeable
     else:
         limits = Limits(_enough_graphs(request, curve))
+    if limits.graphs < MOST:  # the number of a plan, given again, is that of the same plan
+        graphs = min(limits.graphs, curve.graphs)
+        above = float(curve.found.value[graphs]) - curve.problem.best_total
+        slack = max(slack - above, 0.0)
     if limits.has_prices or limits.graphs > curve.graphs:
         best = best_plan(curve.problem, limits, slack=slack)
     else:

@@ -236,6 +236,8 @@ def test_a_draft_model_counts_in_the_budget() -> None:
     assert plan.draft_keys
     assert len(plan.keys) + len(plan.draft_keys) <= 24
     assert plan.budget["max_graphs"] == 24
+    again = plan_of(*GIVEN, *drafted, "--max-graphs", str(plan.num_graphs), "--mode", "keep")
+    assert again.num_graphs == plan.num_graphs
     assert "of the draft model besides" in decisions(plan)
     emitted = good(*GIVEN, *drafted, "--max-graphs", "24", "--mode", "keep", "--emit", "vllm")
     sizes = json.loads(emitted.stdout.split("'")[1])["cudagraph_capture_sizes"]

@@ -121,6 +121,28 @@ def test_traffic_through_a_plan() -> None:
     )
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    weights=st.dictionaries(st.integers(1, 64), st.integers(1, 10**6), min_size=1),
+    mode=st.sampled_from(["FULL", "FULL_AND_PIECEWISE"]),
+    most=st.none() | st.integers(1, 60),
+    insurance=st.sampled_from([0.0, 0.1]),
+)
+def test_the_number_of_a_plan_given_again_is_its_number(
+    weights: dict[int, int], mode: str, most: int | None, insurance: float
+) -> None:
+    seen = traffic({StepShape(n, n, True): float(count) for n, count in weights.items()})
+    graphs = most
+    found = []
+    for _ in range(3):
+        config = config_of(mode, budget={"max_graphs": graphs} if graphs else {})
+        made = propose(config, seen, TIMES, insurance=insurance)
+        graphs = len(made.plan.keys)
+        found.append(graphs)
+    assert found[1:] == [graphs, graphs]
+    assert most is None or found[0] == graphs
+
+
 # --- keys that could not be captured --------------------------------------------------------------------------
 
 
