@@ -13,7 +13,7 @@ from cgplan.captures.audit import audit_error
 from cgplan.captures.captured_keys import CaptureProgress
 from cgplan.captures.environment import describe_environment
 from cgplan.captures.rank_sync import SINGLE_RANK, RankSync
-from cgplan.cli.options import Prepared, Request
+from cgplan.cli.options import DoctorRequest, Prepared
 from cgplan.cli.output import (
     has_ranks,
     is_first_rank,
@@ -60,7 +60,7 @@ REPORTS: dict[str, Callable[[GraphRunner], Report]] = {
 
 
 def run_bench(
-    request: Request, prepared: Prepared, against: Sequence[str], seed: int | None
+    request: DoctorRequest, prepared: Prepared, against: Sequence[str], seed: int | None
 ) -> None:
     def measured(runner: GraphRunner) -> Report:
         with progress("bench" if is_first_rank() else "") as step:
@@ -71,7 +71,7 @@ def run_bench(
 
 def run(
     command: str,
-    request: Request,
+    request: DoctorRequest,
     prepared: Prepared,
     make: Callable[[GraphRunner], Report] | None = None,
 ) -> None:
@@ -93,7 +93,7 @@ def run(
 
 
 @contextmanager
-def _captured(command: str, request: Request, prepared: Prepared) -> Iterator[GraphRunner]:
+def _captured(command: str, request: DoctorRequest, prepared: Prepared) -> Iterator[GraphRunner]:
     def load(backend: GraphBackend) -> Callable[..., Any]:
         base_dir = prepared.loaded.base_dir
         device = backend.device
@@ -109,7 +109,7 @@ def _captured(command: str, request: Request, prepared: Prepared) -> Iterator[Gr
 
 def _captured_alone(
     command: str,
-    request: Request,
+    request: DoctorRequest,
     prepared: Prepared,
     load: Load,
 ) -> GraphRunner:
@@ -139,7 +139,7 @@ def _captured_alone(
 
 @contextmanager
 def _captured_on_ranks(
-    command: str, request: Request, prepared: Prepared, load: Load
+    command: str, request: DoctorRequest, prepared: Prepared, load: Load
 ) -> Iterator[GraphRunner]:
     """A block with this rank's runner; what ranks share is taken down at its end.
 
@@ -202,7 +202,7 @@ def _fitted(
     plan: Plan,
     config: Config,
     backend: GraphBackend,
-    request: Request,
+    request: DoctorRequest,
 ) -> Plan:
     """The plan, announced. Raises PlanMismatchError for a saved one that does not fit."""
     path = request.plan

@@ -18,11 +18,11 @@ from cgplan.cli.options import (
     YAML,
     AuditRequest,
     CaptureRequest,
+    DoctorRequest,
     InspectRequest,
     Loads,
     PlannedLoads,
     PlanRequest,
-    Request,
     Shown,
     VllmOptions,
     WatchRequest,
@@ -118,7 +118,7 @@ def root(
         typer.echo(context.get_help())
 
 
-def _run(name: str, request: Request) -> None:
+def _run(name: str, request: DoctorRequest) -> None:
     prepared = request.prepare()
     from cgplan.cli.capture import run
 
@@ -173,7 +173,7 @@ def bench(
 
 
 @command(app, "cgplan doctor my.yaml --set compilation.cudagraph_mode=AUTO")
-def doctor(request: Request) -> None:
+def doctor(request: DoctorRequest) -> None:
     """Capture, and say how much of a step runs inside graphs.
 
     What runs outside is listed. Where the capture fails, cudagraph_mode: AUTO is captured instead.

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 from typer import Argument, BadParameter, Option
 
 from cgplan.cli.output import check_outputs, failures_reported, has_ranks, is_first_rank, tell
-from cgplan.units import format_microseconds
 
 if TYPE_CHECKING:
     from cgplan.config import LoadedConfig, Override
     from cgplan.planning import Plan
     from cgplan.planning.engines import Engine, VllmConfig
-    from cgplan.traffic.histogram import Service
+    from cgplan.traffic.histogram import Goal
 
 YAML = (".yaml", ".yml")
 SHORT_FOR = {  # options by the key that they set
@@ -43,22 +42,6 @@ GOALS = (
     "decode_p99",
 )
 MICROSECONDS = {"us": 1.0, "ms": 1e3, "s": 1e6}
-
-
-class Goal(NamedTuple):
-    """One part of an SLO: ``tpot_p99=30ms``."""
-
-    name: str
-    microseconds: float
-
-    def of(self, service: "Service") -> float | None:
-        """Microseconds that it bounds; None where no request has them."""
-        what, percentile = self.name.split("_")
-        found = getattr(service, f"{what}_us")
-        return None if found is None else float(getattr(found, percentile))
-
-    def __str__(self) -> str:
-        return f"{self.name}={format_microseconds(self.microseconds)}"
 
 
 class EngineName(StrEnum):
@@ -140,7 +123,7 @@ def share(text: str) -> float:
     return found
 
 
-def goal(text: str) -> Goal:
+def goal(text: str) -> "Goal":
     """``tpot_p99=30ms``."""
     found = re.fullmatch(rf"({'|'.join(GOALS)})=([0-9]+(?:\.[0-9]+)?)(us|ms|s)", text)
     if found is None or float(found[2]) <= 0:
@@ -148,8 +131,10 @@ def goal(text: str) -> Goal:
             f"{text!r} is no SLO: write tpot_p99=30ms, the unit us, ms or s, with one of "
             f"{', '.join(GOALS)}"
         )
+    from cgplan.traffic.histogram import Goal
+
     name, number, unit = found.groups()
-    return Goal(name, float(number) * MICROSECONDS[unit])
+    return Goal(name=name, microseconds=float(number) * MICROSECONDS[unit])
 
 
 def traffic_file(text: str) -> tuple[Path, float]:
@@ -225,7 +210,7 @@ class Prepared(NamedTuple):
 
 
 @dataclass
-class Request(Given):
+class DoctorRequest(Given):
     """The options of `doctor`."""
 
     plan: Path | None = None
@@ -269,7 +254,7 @@ class Request(Given):
 
 
 @dataclass
-class AuditRequest(Request):
+class AuditRequest(DoctorRequest):
     def settings(self) -> "list[str | Override]":
         from cgplan.config import Override
 
@@ -289,7 +274,7 @@ class WatchRequest:
 
 
 @dataclass
-class CaptureRequest(Request):
+class CaptureRequest(DoctorRequest):
     """The options of `capture` and `bench`."""
 
     plan: Path | None = file_option("Capture exactly the keys of this saved plan.")

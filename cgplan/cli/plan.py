@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -18,7 +17,6 @@ from cgplan.cli.output import (
     tell,
 )
 from cgplan.config import (
-    BudgetConfig,
     Config,
     LoadedConfig,
     Override,
@@ -35,7 +33,7 @@ from cgplan.errors import (
     TrafficError,
 )
 from cgplan.modes import CUDAGraphMode
-from cgplan.optimizer.evidence import Evidence, PlanCheck
+from cgplan.optimizer.evidence import Evidence
 from cgplan.optimizer.subset import within_count
 from cgplan.planning import Plan, build_plan
 from cgplan.planning.build import refuse_auto
@@ -52,16 +50,13 @@ from cgplan.planning.plan import Machine
 from cgplan.reports import load_plan
 from cgplan.reports.plan_tables import brief, said
 from cgplan.reports.records import BenchReport, parse_report
-from cgplan.units import counted, format_microseconds, listed
+from cgplan.units import listed
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from cgplan.traffic.histogram import Traffic
-    from cgplan.traffic.simulation import RequestTrace
+    from cgplan.optimizer.decisions import Source
     from cgplan.traffic.step_times import StepTimes
-
-    Source = Traffic | RequestTrace
 
 
 def run_plan(
@@ -94,15 +89,15 @@ def run_plan(
             remedy="Give --step-times FILE, of `cgplan bench --output`; or --assume-default-times.",
         )
     priced = costs_of(loaded, request.costs)
-    has_two_lists = engine in ("sglang", "trtllm")
-    one_list = engine == "vllm" or (vllm is not None and not has_two_lists)
+    lists = int(engine == "vllm" or vllm is not None)
+    if engine in ("sglang", "trtllm"):
+        lists = 2
     if config.dims and (has_traffic or request.costs or request.emit):
         plan = _for_sizes(config, loads, priced, is_emitted=request.emit is not None)
     elif has_traffic:
-        rules = {"one_list": one_list, "apart": has_two_lists}
-        plan = _for_traffic(config, loads, priced, rules, is_emitted=request.emit is not None)
+        plan = _for_traffic(config, loads, priced, lists, is_emitted=request.emit is not None)
     else:
-        plan = _by_ladder(config, priced, one_list)
+        plan = _by_ladder(config, priced, one_list=lists == 1)
     if vllm:
         plan = plan.model_copy(update={"notes": (*vllm.notes, *plan.notes)})
     if request.emit or request.as_json:
@@ -154,7 +149,9 @@ def run_check(
     *,
     as_json: bool,
 ) -> None:
-    """Show a plan on other traffic. Raises RegretError beyond ``max_regret``."""
+    """Show a plan on other traffic. Raises RegretError where it misses its SLO, or beyond
+    ``max_regret``.
+    """
     plan = load_plan(path)
     if plan.config.get("dims"):
         raise PlanError(
@@ -162,33 +159,34 @@ def run_check(
             remedy="Plan for the new traffic, and compare the two with `cgplan plan diff`.",
         )
     simulated = {section: plan.config[section] | of for section, of in plan.simulated.items()}
-    config = validate_config(plan.config | {"budget": plan.budget} | simulated)
+    made = Evidence.model_validate(plan.evidence) if plan.evidence else None
+    budget: dict[str, Any] = dict(plan.budget)
+    if made and "slo" in made.binding:
+        budget["max_graphs"] = len(plan.keys)
+    config = validate_config(plan.config | {"budget": budget} | simulated)
     _check_loads(config, loads)
     _refuse_varlen(config)
     times = _times_of(loads, config)
-    rules: dict[str, Any] = {}
-    apart = False
-    if plan.evidence:
-        made = Evidence.model_validate(plan.evidence)
+    rules: dict[str, Any] = {"insurance": 0.0}
+    if made:
         if made.step_times and not loads.step_times:
             times = times.model_validate(made.step_times)
         elif times.source != made.times_source:
             other = f"the plan was made with other step times: {made.times_source}"
             times = times.model_copy(update={"notes": (other, *times.notes)})
-        rules = {"insurance": made.insurance, "one_list": made.one_list}
-        apart = made.apart
+        lists = 2 if made.apart else int(made.one_list)
+        rules = {"insurance": made.insurance, "slo": made.slo, "lists": lists}
     sources = _sources(config, loads, plan)
-    from cgplan.cli.decisions import Planner  # numpy from here on
+    from cgplan.optimizer.decisions import Planner  # numpy from here on
 
-    planner = Planner(loads, times, Priced(None), sources, apart=apart)
-    check = _checked(
-        plan,
-        config,
-        planner.steps(config, plan),
-        times,
-        rules,
-    )
+    planner = Planner(times, sources, replicas=loads.replicas, **rules)
+    check = planner.check(config, plan)
     publish(check, None, as_json=as_json)
+    if check.slo_missed:
+        raise RegretError(
+            f"{path} on {check.traffic_source} misses its SLO: {check.slo_missed}",
+            remedy="Plan for this traffic with the same --slo, or loosen the SLO.",
+        )
     if max_regret is not None and max(check.regret, check.decode_regret or 0) > max_regret:
         raise RegretError(
             f"{path} on {check.traffic_source}: {check.verdict}; --max-regret is {max_regret:.4%}",
@@ -275,6 +273,7 @@ def _as_engine_runs(
 def _by_ladder(
     config: Config,
     priced: Priced,
+    *,
     one_list: bool,
 ) -> Plan:
     from cgplan.optimizer.lint import lint_without_traffic  # numpy from here on
@@ -325,11 +324,11 @@ def _for_traffic(
     config: Config,
     loads: Loads,
     priced: Priced,
-    rules: dict[str, bool],
+    lists: int,
     *,
     is_emitted: bool,
 ) -> Plan:
-    from cgplan.cli.decisions import LARGE, Planner  # numpy from here on
+    from cgplan.optimizer.decisions import INSURANCE, LARGE, Planner  # numpy from here on
     from cgplan.traffic.simulation import RequestTrace
 
     times = _times_of(loads, config, priced.machine)
@@ -339,18 +338,31 @@ def _for_traffic(
             remedy="Give --step-times FILE of a GPU, by `cgplan bench` there or an engine's log "
             "(docs/planning.md).",
         )
-    sources = _sources(config, loads, build_plan(config))
-    if loads.mode is None and loads.step_times and rules["one_list"]:
+    if loads.mode is None and loads.step_times and lists == 1:
         loads.mode = ModeChoice.best
-    plan = Planner(
-        loads,
+    if loads.slo and not loads.step_times:
+        raise StepTimeError(
+            "an SLO needs the step times of your model, and the default ones are of another",
+            remedy="Give --step-times FILE: eager steps and graphs by size, at contexts as long as "
+            "your requests'.",
+        )
+    planner = Planner(
         times,
-        priced,
-        sources,
-        **rules,
-    ).decide(config)
+        _sources(config, loads, build_plan(config)),
+        priced.costs,
+        priced.failed,
+        INSURANCE if loads.insurance is None else loads.insurance,
+        loads.objective,
+        any_mode=loads.mode is ModeChoice.best,
+        slo=loads.slo or (),
+        kv_tokens=loads.kv_cache_tokens,
+        kv_token_bytes=loads.kv_token_bytes or priced.kv_token_bytes,
+        replicas=loads.replicas,
+        lists=lists,
+    )
+    plan = planner.decide(config)
     notes = plan.notes
-    for source, _ in sources:
+    for source, _ in planner.sources:
         if isinstance(source, RequestTrace) and len(source.requests) > LARGE:
             of_first = f"the first plan and higher loads are of its first {LARGE:,} requests"
             notes = (f"{source.source}: {of_first}", *notes)
@@ -418,59 +430,3 @@ def _sources(
                 remedy="Leave out --scale and --replicas, or give a request trace.",
             )
     return sources
-
-
-# --- a plan on other traffic ----------------------------------------------------------------------
-
-
-def _checked(
-    plan: Plan,
-    config: Config,
-    loads: list[tuple[Traffic, float]],
-    times: StepTimes,
-    rules: dict[str, Any],
-) -> PlanCheck:
-    from cgplan.optimizer.lanes import Run
-    from cgplan.optimizer.propose import point_of, propose, use_of
-    from cgplan.traffic.histogram import Traffic
-
-    traffic = Traffic.mixed(loads)
-    run = Run(plan.keys, traffic, times)
-    graphs = len(plan.keys)
-    uses = []
-    for use in run.uses:
-        step_us = use.microseconds / use.weight
-        own_us = use.unpadded / use.weight
-        made = use_of(use, run, step_us=step_us, own_us=own_us)
-        uses.append(made)
-    own = point_of("this plan", run, graphs)
-    anew = propose(config, loads, times, **rules).evidence
-    best = [anew.as_point("planned anew")]
-    if graphs and graphs != anew.graphs:
-        as_many = config.model_copy(update={"budget": BudgetConfig(max_graphs=graphs)})
-        same = propose(as_many, loads, times, **rules).evidence
-        best.append(same.as_point(f"best with {graphs}"))
-    bounded = plan.budget.keys() & {"max_graphs", "memory", "capture_time"}
-    most = max(graphs, plan.budget.get("max_graphs", 0)) if bounded else math.inf
-    allowed = [own, *best, *(ladder for ladder in anew.ladders if ladder.graphs <= most)]
-    least = min(allowed, key=lambda point: point.expected_us)
-    regret = own.expected_us / least.expected_us - 1
-    of_decode = None
-    verdict = f"regret {regret:.2%}"
-    if own.decode_us and least.decode_us:
-        of_decode = own.decode_us / least.decode_us - 1
-        verdict += f", of decode steps {of_decode:.2%}"
-    verdict += f": {format_microseconds(own.expected_us)} a step with {counted(graphs, 'graph')}"
-    if least is not own:
-        verdict += f", {format_microseconds(least.expected_us)} with {least.graphs} ({least.name})"
-    return PlanCheck(
-        traffic_source=traffic.source,
-        traffic_weight=traffic.total,
-        times_source=times.source,
-        notes=(*traffic.notes, *times.notes_for(plan.mode)),
-        points=(own, *best, *anew.ladders),
-        regret=regret,
-        decode_regret=of_decode,
-        uses=tuple(uses),
-        verdict=verdict,
-    )

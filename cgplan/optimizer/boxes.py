@@ -29,8 +29,8 @@ from cgplan.optimizer.evidence import (
     Evidence,
     Expected,
     LadderPoint,
-    Limit,
     PaddingMap,
+    PlanLimit,
     SizeUse,
     of_costs,
 )
@@ -61,7 +61,7 @@ from cgplan.traffic.step_times import StepSurface
 from cgplan.units import format_bytes
 
 CANDIDATES = 1600  # boxes to choose among, about
-LIMITS: tuple[Limit, ...] = get_args(Limit)
+LIMITS: tuple[PlanLimit, ...] = get_args(PlanLimit)[:3]
 BOXES = 32  # where no budget says how many
 ROUNDS = 3  # of exchanges in each dimension of a grid
 EVEN = (np.arange(1, 5), np.arange(1, 9))  # steps of a grid of 4 x 8 evenly spaced sizes
@@ -292,7 +292,7 @@ class _Case:
         keys = self._keys(boxes)
         return self.costs.of(keys)
 
-    def _broken(self, boxes: Ints) -> list[Limit]:
+    def _broken(self, boxes: Ints) -> list[PlanLimit]:
         """The limits that these boxes break."""
         graphs = len(boxes) * len(self._lanes)
         spent = {"max_graphs": float(graphs)}
@@ -303,7 +303,7 @@ class _Case:
         given = self._given
         return [limit for limit in LIMITS if spent.get(limit, 0) > given.get(limit, inf)]
 
-    def _best(self, most: int, grid: Ints) -> tuple[Ints, float, list[Limit]]:
+    def _best(self, most: int, grid: Ints) -> tuple[Ints, float, list[PlanLimit]]:
         """Boxes within the budget, the lower bound, and the limits that the next box would
         break.
         """
@@ -339,7 +339,7 @@ class _Case:
             remedy="Raise the budget, or lower max in `dims`: larger batches run eagerly.",
         )
 
-    def _binding(self, found: Ints, boxes: Ints) -> list[Limit]:
+    def _binding(self, found: Ints, boxes: Ints) -> list[PlanLimit]:
         """The limits that the box which saves most would break."""
         times = np.where(
             _holds(boxes, self._least),

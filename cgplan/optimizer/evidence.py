@@ -7,17 +7,21 @@ from typing import Any, Literal
 from cgplan.config.values import Record
 from cgplan.planning.costs import GraphCosts
 from cgplan.planning.plan import LaneRecord, LeftOut
-from cgplan.traffic.histogram import Service
+from cgplan.traffic.histogram import Goal, Service
 from cgplan.units import counted
 
 ASKED_FOR = "asked for"
 NO_BATCH = "no batch would run in it"
 MOST_UNMEASURED = 0.5  # share of the steps in graphs, above which a plan is extrapolated
-Limit = Literal["max_graphs", "memory", "capture_time"]
+PlanLimit = Literal["max_graphs", "memory", "capture_time", "slo"]
 
 
 def ladder_words(name: str) -> str:
     return "the configured sizes" if name == "configured" else f"the {name} ladder"
+
+
+def limit_words(limit: PlanLimit) -> str:
+    return "the SLO, which holds without more graphs" if limit == "slo" else f"budget.{limit}"
 
 
 def of_costs(costs: GraphCosts | None) -> dict[str, Any]:
@@ -168,6 +172,7 @@ class PlanCheck(Record):
             allows, and those of uniform decode alone (None: there is none); as shares, 0.01 is 1%
             longer.
         uses: One for each graph that runs a batch, and one for eager steps.
+        slo_missed: As in ``Evidence``.
     """
 
     kind: Literal["plan_check"] = "plan_check"
@@ -181,6 +186,7 @@ class PlanCheck(Record):
     decode_regret: float | None = None
     uses: tuple[SizeUse, ...]
     verdict: str
+    slo_missed: str | None = None
 
 
 class Evidence(Record):
@@ -206,6 +212,7 @@ class Evidence(Record):
         unmeasured: Share of the steps in graphs at sizes larger than those whose times were
             measured.
         decisions: On the mode and the SLO, and what other modes would cost, in sentences.
+        slo: What the plan is to hold.
         slo_missed: How the plan misses an SLO that none holds, in words.
         binding: The limits that the next better plan breaks.
         next_graph: None if the curve ends there.
@@ -232,7 +239,7 @@ class Evidence(Record):
     lower_bound_us: float
     gap: float
     exact: bool
-    binding: tuple[Limit, ...]
+    binding: tuple[PlanLimit, ...]
     next_graph: NextGraph | None = None
     lanes: tuple[LaneSizes, ...] = ()
     uses: tuple[SizeUse, ...]
@@ -243,7 +250,7 @@ class Evidence(Record):
     warnings: tuple[str, ...] = ()
     verdict: str
     costs_notes: tuple[str, ...] = ()
-    unbounded: tuple[Limit, ...] = ()
+    unbounded: tuple[PlanLimit, ...] = ()
     # absent from plans of earlier versions, as all from costs_notes on
     padding: float | None = None
     left_out: tuple[LeftOut, ...] = ()
@@ -255,6 +262,7 @@ class Evidence(Record):
     apart: bool = False
     loads: tuple[LoadPoint, ...] = ()
     service: tuple[ServicePoint, ...] = ()
+    slo: tuple[Goal, ...] = ()
     slo_missed: str | None = None
     decisions: tuple[str, ...] = ()
     step_times: dict[str, Any] | None = None

@@ -31,13 +31,14 @@ from cgplan.optimizer.evidence import (
     Expected,
     LadderPoint,
     LaneSizes,
-    Limit,
     LoadPoint,
     NextGraph,
     NotWorth,
     ParetoPoint,
+    PlanLimit,
     SizeUse,
     ladder_words,
+    limit_words,
     of_costs,
 )
 from cgplan.optimizer.lanes import (
@@ -53,7 +54,7 @@ from cgplan.optimizer.problem import (
     problem_of,
 )
 from cgplan.optimizer.search import (
-    MOST,
+    MOST_GRAPHS,
     Best,
     Limits,
     Search,
@@ -80,7 +81,7 @@ from cgplan.units import (
     grouped,
 )
 
-Loads = Sequence[tuple[Traffic, float]]
+WeightedTraffic = Sequence[tuple[Traffic, float]]
 WRITTEN: Mapping[str, Callable[[Any], str]] = {
     "max_graphs": str,
     "memory": format_bytes,
@@ -112,7 +113,7 @@ class Proposal(Record):
     evidence: Evidence
 
 
-def choose(request: Request) -> Case:
+def best_case(inputs: PlanInputs) -> Case:
     """The plan with the shortest expected step for this traffic inside ``config.budget``.
 
     With a budget it is the best plan that the budget pays for, less graphs that together bring
@@ -128,23 +129,23 @@ def choose(request: Request) -> Case:
         StepTimeError: times of a mode are missing.
         BudgetError: the budget does not pay for a single graph.
     """
-    config = request.config
-    times = request.times
+    config = inputs.config
+    times = inputs.times
     if config.dims:
         raise PlanError(
             f"steps of requests do not tell {', '.join(config.dims)}, and graphs have these sizes",
             remedy="Use `cgplan plan --traffic FILE`, whose columns are the names of `dims`, and "
             "capture its plan.",
         )
-    insured = request.insured
-    curve = request.curve(request.loads, insured)
-    limits = request.limits
+    insured = inputs.insured
+    curve = inputs.curve(inputs.loads, insured)
+    limits = inputs.limits
     slack = WORTH * curve.problem.changeable
-    if request.is_bounded:
+    if inputs.is_bounded:
         _check_one_graph(limits, curve)
     else:
-        limits = Limits(_enough_graphs(request, curve))
-    if limits.graphs < MOST:  # the number of a plan, given again, is that of the same plan
+        limits = Limits(_enough_graphs(inputs, curve))
+    if limits.graphs < MOST_GRAPHS:  # the number of a plan, given again, is that of the same plan
         graphs = min(limits.graphs, curve.graphs)
         above = float(curve.found.value[graphs]) - curve.problem.best_total
         slack = max(slack - above, 0.0)
@@ -153,36 +154,36 @@ def choose(request: Request) -> Case:
     else:
         best = curve.found.best(limits.graphs, slack)
     best_alone: list[float] = []
-    if request.worst:
+    if inputs.worst:
         best, best_alone = _least_regret(curve, best, limits)
-    if request.failed or request.has_room_for_more(curve.problem) or request.pools_shrink:
+    if inputs.failed or inputs.has_room_for_more(curve.problem) or inputs.pools_shrink:
         # neighbours of failed sizes, more graphs, and larger sizes with smaller pools are not tried
         bound = min(best.bound, curve.problem.best_total)
         best = replace(best, bound=bound)
     keys = curve.keys_of(best.chosen)
     run = Run(keys, curve.seen, times)
-    if not insured and not request.one_list:
+    if not insured and not inputs.one_list:
         used = {(use.lane, use.size) for use in run.uses}
         keys = tuple(key for key in keys if (Lane.of(*key), key[1].num_tokens) in used)
     sizes = {descriptor.num_tokens for _, descriptor in keys}
-    plan = request.base.model_copy(
+    plan = inputs.base.model_copy(
         update={
             "capture_sizes": tuple(sorted(sizes)),
             "sizes_source": f"{PLANNED_FOR} {curve.seen.source}",
             "keys": keys,
-            "predicted": request.costs and request.costs.of(keys),
+            "predicted": inputs.costs and inputs.costs.of(keys),
         }
     )
-    return Case(plan, request, curve, best, run, best_alone)
+    return Case(plan, inputs, curve, best, run, best_alone)
 
 
 def propose(*given: Any, **options: Any) -> Proposal:
-    """What ``choose`` chooses for a ``Request`` of these, with the evidence for it."""
-    return choose(Request(*given, **options)).proposal()
+    """What ``best_case`` chooses for a ``PlanInputs`` of these, with the evidence for it."""
+    return best_case(PlanInputs(*given, **options)).proposal()
 
 
 @dataclass(frozen=True)
-class Request:
+class PlanInputs:
     """What a plan is made for.
 
     Attributes:
@@ -199,12 +200,12 @@ class Request:
     """
 
     config: Config
-    traffic: Traffic | Loads
+    traffic: Traffic | WeightedTraffic
     times: StepTimes
     costs: GraphCosts | None = None
     failed: Mapping[Key, str] = field(default_factory=dict)
     insurance: float = 0.0
-    beside: Loads = ()
+    beside: WeightedTraffic = ()
     worst: bool = False
     one_list: bool = False
     today: Plan | None = None
@@ -223,12 +224,12 @@ class Request:
         )
 
     @cached_property
-    def loads(self) -> Loads:
+    def loads(self) -> WeightedTraffic:
         given = self.traffic
         return [(given, 1.0)] if isinstance(given, Traffic) else given
 
     @cached_property
-    def insured(self) -> Loads:
+    def insured(self) -> WeightedTraffic:
         """Other traffic and, last, batches that none shows."""
         insured = list(self.beside)
         if self.insurance:
@@ -240,7 +241,7 @@ class Request:
     def limits(self) -> Limits:
         """Without costs, memory and seconds bound nothing."""
         budget = self.config.budget
-        graphs = min(budget.max_graphs or MOST, MOST)
+        graphs = min(budget.max_graphs or MOST_GRAPHS, MOST_GRAPHS)
         if self.costs is None:
             return Limits(graphs)
         return Limits(graphs, budget.memory, budget.capture_time)
@@ -308,8 +309,8 @@ class Request:
 
     def curve(
         self,
-        loads: Loads,
-        insured: Loads,
+        loads: WeightedTraffic,
+        insured: WeightedTraffic,
     ) -> Curve:
         seen = Traffic.mixed(loads)
         planned = seen
@@ -345,11 +346,11 @@ class Request:
         return False
 
     def has_room_for_more(self, problem: Problem) -> bool:
-        most = self.config.budget.max_graphs or MOST + 1
-        if most <= MOST or not self.is_bounded:
+        most = self.config.budget.max_graphs or MOST_GRAPHS + 1
+        if most <= MOST_GRAPHS or not self.is_bounded:
             return False
-        driver, seconds = problem.least(MOST + 1)[:, -1]
-        paid = self.limits.pays_for(MOST, driver, seconds)
+        driver, seconds = problem.least(MOST_GRAPHS + 1)[:, -1]
+        paid = self.limits.pays_for(MOST_GRAPHS, driver, seconds)
         return math.isfinite(driver) and bool(paid)
 
 
@@ -367,13 +368,13 @@ def _with_sizes(
 
 
 def _enough_graphs(
-    request: Request,
+    inputs: PlanInputs,
     curve: Curve,
 ) -> int:
-    ladders = request.ladders
-    goals = [ladders[name] for name in (request.asked, "vllm") if name in ladders]
-    parts = [(load, ALIKE) for load, _ in request.loads]
-    parts += [(other, NO_GAIN) for other, _ in request.insured]
+    ladders = inputs.ladders
+    goals = [ladders[name] for name in (inputs.asked, "vllm") if name in ladders]
+    parts = [(load, ALIKE) for load, _ in inputs.loads]
+    parts += [(other, NO_GAIN) for other, _ in inputs.insured]
     goals = goals or list(ladders.values())
     longest = []
     lanes: list[Lane] = []
@@ -383,18 +384,18 @@ def _enough_graphs(
         alone = problem_of(
             lanes,
             part,
-            request.times,
-            request.base,
+            inputs.times,
+            inputs.base,
             costs=None,
         )
         slack = share * alone.changeable / part.total
-        steps = [request.step(plan.keys, part) for plan in goals]
+        steps = [inputs.step(plan.keys, part) for plan in goals]
         least = min(steps, default=math.inf)
         longest.append((part, least + slack))
     fewest = max(curve.most_of_it(), 1)
     for graphs in range(fewest, curve.graphs + 1):
         keys = curve.keys_of(curve.found.chosen(graphs))
-        if all(request.step(keys, part) <= goal for part, goal in longest):
+        if all(inputs.step(keys, part) <= goal for part, goal in longest):
             return graphs
     return curve.last()
 
@@ -407,20 +408,20 @@ def _least_regret(
     """The plan with the least largest regret, of those that are best for some weights of the loads;
     and the best step of each load. Candidates do not depend on weights.
     """
-    request = curve.request
-    loads = [load for load, _ in request.loads]
+    inputs = curve.inputs
+    loads = [load for load, _ in inputs.loads]
     alone = []
     for load in loads:
-        own = request.curve([(load, 1.0)], ())
+        own = inputs.curve([(load, 1.0)], ())
         keys = own.keys_of(best_plan(own.problem, limits).chosen)
-        alone.append(request.step(keys, load))
+        alone.append(inputs.step(keys, load))
     weights = 1 / np.array(alone)
     chosen = best.chosen
     found = chosen
     least = math.inf
     for step in range(ROUNDS):
         keys = curve.keys_of(chosen)
-        steps = [request.step(keys, load) for load in loads]
+        steps = [inputs.step(keys, load) for load in loads]
         regrets = np.divide(steps, alone) - 1
         if regrets.max() < least:
             found = chosen
@@ -429,7 +430,7 @@ def _least_regret(
         apart /= max(float(np.abs(apart).max()), EXACT)
         weights *= np.exp(4 / (1 + step) * apart)
         weighed = list(zip(loads, weights.tolist(), strict=True))
-        own = request.curve(weighed, request.insured)
+        own = inputs.curve(weighed, inputs.insured)
         chosen = best_plan(own.problem, limits).chosen
     total = curve.problem.total_of(found)
     return Best(found, total, best.bound), alone
@@ -459,7 +460,7 @@ def _check_one_graph(limits: Limits, curve: Curve) -> None:
     if limits.seconds is not None and seconds > limits.seconds:
         wrong.append(f"budget.capture_time is {limits.seconds:.3g} s")
         enough.append(f"budget.capture_time to {seconds * 1.01:.3g}s")
-    costs = curve.request.costs
+    costs = curve.inputs.costs
     assert costs is not None, "without costs a graph costs nothing"
     raise BudgetError(
         f"{' and '.join(wrong)}, but the cheapest graph that a batch gains by, "
@@ -484,7 +485,7 @@ class Curve:
     problem: Problem
     alone: Problem
     seen: Traffic
-    request: Request
+    inputs: PlanInputs
 
     @cached_property
     def found(self) -> Search:
@@ -492,7 +493,7 @@ class Curve:
         problem = self.problem
         found = Search(problem, Limits(FIRST))
         near = problem.best_total + NO_GAIN * problem.changeable
-        most = self.request.config.budget.max_graphs or 0
+        most = self.inputs.config.budget.max_graphs or 0
         if found.value[-1] > near or most > FIRST:
             found = Search(problem, Limits(LAST))
         return found
@@ -506,7 +507,7 @@ class Curve:
             chosen = self.found.chosen(graphs)
             if chosen not in known:
                 keys = self.keys_of(chosen)
-                known[chosen] = self.request.step(keys, self.seen)
+                known[chosen] = self.inputs.step(keys, self.seen)
             steps.append(known[chosen])
         return steps
 
@@ -540,11 +541,11 @@ class Curve:
         return self.fewest(least + slack) or 0
 
     def keys_of(self, chosen: Chosen) -> tuple[Key, ...]:
-        return self.problem.keys_of(chosen, self.request.base)
+        return self.problem.keys_of(chosen, self.inputs.base)
 
     def price(self, keys: tuple[Key, ...]) -> dict[str, Any]:
         """``bytes`` and ``seconds`` of keys, in capture order; None where costs are not known."""
-        costs = self.request.costs
+        costs = self.inputs.costs
         if costs is None:
             return {"bytes": None, "seconds": None}
         cost = costs.of(keys)
@@ -566,34 +567,40 @@ class Case:
     Attributes:
         run: Traffic run through the plan.
         best_alone: The best step of each load, where that was sought.
+        for_slo: Whether its number of graphs is the least that holds an SLO.
     """
 
     plan: Plan
-    request: Request
+    inputs: PlanInputs
     curve: Curve
     best: Best
     run: Run
     best_alone: Sequence[float]
+    for_slo: bool = False
 
-    def proposal(self) -> Proposal:
-        evidence = self.evidence()
+    def with_plan(self, **changed: Any) -> Case:
+        return replace(self, plan=self.plan.model_copy(update=changed))
+
+    def proposal(self, **decided: Any) -> Proposal:
+        """``decided``: what the evidence says besides."""
+        evidence = self._evidence(decided)
         noted = {"evidence": evidence.model_dump(mode="json")}
         return Proposal(plan=self.plan.model_copy(update=noted), evidence=evidence)
 
-    def evidence(self) -> Evidence:
+    def _evidence(self, decided: Mapping[str, Any]) -> Evidence:
         plan = self.plan
         curve = self.curve
         run = self.run
-        request = self.request
-        costs = request.costs
+        inputs = self.inputs
+        costs = inputs.costs
         problem = curve.problem
         alone = curve.alone
         lower = min(self.best.bound, self.best.least)
         lower_us = lower / problem.weight
-        if not request.insured:
+        if not inputs.insured:
             lower_us = min(lower_us, run.expected_us)
         lost = problem.total_of(self.best.chosen) - lower
-        ladders = [self._ladder(name, ladder) for name, ladder in request.ladders.items()]
+        ladders = [self._ladder(name, ladder) for name, ladder in inputs.ladders.items()]
         warnings = [*run.times.warnings, *run.traffic.warnings]
         unbounded = self._unbounded
         if unbounded:
@@ -604,7 +611,7 @@ class Case:
                 "without it they bound the capture alone, which drops what does not fit"
             )
         price = curve.price(plan.keys)
-        compared = ASKED_FOR, request.asked
+        compared = ASKED_FOR, inputs.asked
         asked = next((point for point in ladders if point.name in compared), None)
         if asked is not None:
             warnings += self._memory_grows(price["bytes"], asked)
@@ -649,20 +656,21 @@ class Case:
             unbounded=unbounded,
             padding=run.padding,
             left_out=_by_lane(self._left_out()),
-            failed=_by_lane(request.failed.items()),
-            insurance=request.insurance,
-            other_loads=sum(share for _, share in request.insured) - request.insurance,
-            one_list=request.one_list,
+            failed=_by_lane(inputs.failed.items()),
+            insurance=inputs.insurance,
+            other_loads=sum(share for _, share in inputs.insured) - inputs.insurance,
+            one_list=inputs.one_list,
             apart=run.traffic.apart,
             loads=tuple(self._loads()),
             step_times=run.times.model_dump(mode="json"),
+            **decided,
         )
 
     def _loads(self) -> Iterator[LoadPoint]:
-        others = list(self.request.insured)
-        if self.request.insurance:
+        others = list(self.inputs.insured)
+        if self.inputs.insurance:
             others.pop()  # batches that none shows
-        loads = [load for load, _ in (*self.request.loads, *others)]
+        loads = [load for load, _ in (*self.inputs.loads, *others)]
         if len(loads) < 2:
             return
         ladder = self._asked
@@ -671,21 +679,21 @@ class Case:
         for load, alone in zip(loads, best, strict=True):
             theirs = None
             if ladder is not None:
-                theirs = self.request.step(ladder.keys, load)
+                theirs = self.inputs.step(ladder.keys, load)
             yield LoadPoint(
                 source=load.source,
-                expected_us=self.request.step(self.plan.keys, load),
+                expected_us=self.inputs.step(self.plan.keys, load),
                 ladder_us=theirs,
                 best_us=alone,
             )
 
     @property
     def _asked(self) -> Plan | None:
-        return self.request.ladders.get(self.request.asked)
+        return self.inputs.ladders.get(self.inputs.asked)
 
     @property
     def _exact(self) -> bool:
-        if self.request.worst:  # the bound is of the mean
+        if self.inputs.worst:  # the bound is of the mean
             return False
         tolerance = EXACT * self.curve.problem.changeable
         return self.best.least <= self.best.bound + tolerance
@@ -697,9 +705,9 @@ class Case:
         return alone.changeable / alone.weight
 
     @property
-    def _unbounded(self) -> tuple[Limit, ...]:
-        limits: tuple[Limit, ...] = ("memory", "capture_time")
-        if self.request.costs is not None:
+    def _unbounded(self) -> tuple[PlanLimit, ...]:
+        limits: tuple[PlanLimit, ...] = ("memory", "capture_time")
+        if self.inputs.costs is not None:
             return ()
         return tuple(name for name in limits if name in self.plan.budget)
 
@@ -740,11 +748,11 @@ class Case:
                 yield key, self._reason_without(key)
 
     def _reason_without(self, key: Key) -> str:
-        request = self.request
+        inputs = self.inputs
         descriptor = key[1]
-        if descriptor.num_active_loras not in request.lora_cases:
+        if descriptor.num_active_loras not in inputs.lora_cases:
             return CASE
-        if key in request.failed:
+        if key in inputs.failed:
             return FAILED
         weight, gain = self.run.gain_of(Lane.of(*key), descriptor.num_tokens)
         if weight == 0:
@@ -753,19 +761,21 @@ class Case:
             return NO_GRAPH_GAIN
         broken = self._broken([*self.plan.keys, key])
         if broken:
-            return ", ".join(f"budget.{limit}" for limit in broken)
-        if not request.is_bounded:
+            return ", ".join(map(limit_words, broken))
+        if not inputs.is_bounded:
             return RULE
         return NO_GRAPH_GAIN if self._exact else UNPROVEN
 
-    def _broken(self, keys: Sequence[Key]) -> tuple[Limit, ...]:
+    def _broken(self, keys: Sequence[Key]) -> tuple[PlanLimit, ...]:
         cost = self.curve.price(capture_order(keys))
-        spent: dict[Limit, Any] = {
+        spent: dict[PlanLimit, Any] = {
             "max_graphs": len(keys),
             "memory": cost["bytes"],
             "capture_time": cost["seconds"],
         }
-        broken = []
+        broken: list[PlanLimit] = []
+        if self.for_slo and len(keys) > len(self.plan.keys):
+            broken.append("slo")
         for name, used in spent.items():
             most = self.plan.budget.get(name, math.inf)
             if used is not None and used > most:
@@ -773,33 +783,35 @@ class Case:
         return tuple(broken)
 
     def _rule(self) -> str:
-        request = self.request
+        if self.for_slo:
+            return "the fewest graphs of those tried with which the SLO holds"
+        inputs = self.inputs
         given = []
         for name, written in WRITTEN.items():
             if name in self.plan.budget and name not in self._unbounded:
                 limit = self.plan.budget[name]
                 given.append(f"{name} {written(limit)}")
-        ladder = ladder_words(request.asked)
-        if request.asked != "vllm":
+        ladder = ladder_words(inputs.asked)
+        if inputs.asked != "vllm":
             ladder += " and the vllm ladder"
         as_good = f"as good as {ladder} within {ALIKE:.1%}"
-        if request.insured:
+        if inputs.insured:
             as_good += f", and {NO_GAIN:.0%} for batches that the traffic does not show"
         why = "the budget binds nothing without costs" if self._unbounded else "no budget"
         rule = (
             f"{why}: the fewest graphs that are {as_good}, and bring {1 - CLOSE:.0%} of "
             "what graphs can"
         )
-        if request.is_bounded:
+        if inputs.is_bounded:
             rule = (
                 f"the best within the budget ({', '.join(given)}), less graphs that together bring "
                 f"under {WORTH:.2%}"
             )
-        if request.worst:
+        if inputs.worst:
             rule += ", with the least regret of the worst load"
         return rule
 
-    def _binding(self) -> tuple[Limit, ...]:
+    def _binding(self) -> tuple[PlanLimit, ...]:
         """Limits that the next better plan of the curve breaks, or, beyond its end, a graph for
         every size.
         """
@@ -807,7 +819,7 @@ class Case:
         problem = curve.problem
         total = problem.total_of(self.best.chosen)
         better = total - WORTH * problem.changeable
-        if not self.request.is_bounded or better < problem.best_total:
+        if not self.inputs.is_bounded or better < problem.best_total:
             return ()
         graphs = curve.fewest(better / problem.weight)
         if graphs is None:
@@ -829,7 +841,7 @@ class Case:
 
     def _not_worth(self) -> Iterator[NotWorth]:
         """Sizes of the planned lanes at which a graph brings nothing."""
-        for lane in self.request.lanes:
+        for lane in self.inputs.lanes:
             largest = largest_of(lane, self.plan)
             stride = stride_of(lane, self.plan)
             sizes = np.arange(largest + 1)
@@ -859,7 +871,7 @@ class Case:
     def _notes(self) -> Iterator[str]:
         plan = self.plan
         times = self.run.times
-        planned = self.request.lora_cases
+        planned = self.inputs.lora_cases
         merged = [str(case) for case in plan.lora_cases if case not in planned]
         if merged:
             yield (
@@ -871,9 +883,9 @@ class Case:
             yield (
                 f"steps with adapters were not measured: taken as {times.lora_overhead:.0%} longer"
             )
-        if plan.budget.get("max_graphs", 0) > MOST:
-            yield f"no more than {MOST} graphs were planned for"
-        if self.request.pools_shrink:
+        if plan.budget.get("max_graphs", 0) > MOST_GRAPHS:
+            yield f"no more than {MOST_GRAPHS} graphs were planned for"
+        if self.inputs.pools_shrink:
             yield "costs have smaller pools for larger sizes, so no plan is proven to be the best"
         if plan.mode is CUDAGraphMode.NONE:
             yield "the resolved cudagraph_mode is NONE: nothing is captured"
@@ -897,7 +909,7 @@ class Case:
         if self.plan.mode is CUDAGraphMode.NONE:
             return "nothing is captured: the resolved cudagraph_mode is NONE"
         if not self.plan.keys:
-            if self.request.is_bounded:
+            if self.inputs.is_bounded:
                 return "no graph saves time within the budget"
             return "no graph saves time: eager steps take no longer"
         number = len(self.plan.keys)

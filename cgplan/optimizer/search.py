@@ -42,7 +42,7 @@ from cgplan.optimizer.problem import (
     Problem,
 )
 
-MOST = 256  # graphs of a plan
+MOST_GRAPHS = 256  # graphs of a plan
 ROUNDING = 1e-9  # relative: sums of seconds are not exact
 PROVEN = 1e-9  # relative gap that counts as none
 HALVINGS = 64  # of the number of graphs of the first lane

@@ -21,6 +21,7 @@ from cgplan.optimizer.evidence import (
     PaddingMap,
     PlanCheck,
     SizeUse,
+    limit_words,
 )
 from cgplan.planning import Plan
 from cgplan.planning.costs import Predicted
@@ -478,7 +479,7 @@ def _reasons(evidence: Evidence) -> Iterator[Fact]:
     elif evidence.gap > 1e-6:
         proof += f", at most {evidence.gap:.1%} above the best"
     yield "proof", f"{proof}; {included}"
-    binding = ", ".join(f"budget.{limit}" for limit in evidence.binding) or "no limit"
+    binding = ", ".join(map(limit_words, evidence.binding)) or "no limit"
     if evidence.unbounded:
         unknown = " and ".join(f"budget.{limit}" for limit in evidence.unbounded)
         binding += f"; {unknown} not looked at, for want of --costs"
@@ -521,8 +522,6 @@ def _ladders(evidence: Evidence) -> RenderableType | None:
         "padding: share of all tokens; gain: how much shorter the plan's step is",
         "no gain: the ladder is within 1% of a graph for every size",
     ]
-    if evidence.is_extrapolated:
-        words.append("extrapolated: most steps in graphs are larger than those measured")
     if plan.decode_us is not None and plan.mixed_us is not None:
         words.append("decode, mixed: steps of uniform decode, and others")
     table = _beside((plan, *evidence.ladders), TextColumn("gain", gain))

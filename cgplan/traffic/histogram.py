@@ -16,6 +16,7 @@ from cgplan.config.messages import first_problem
 from cgplan.config.values import Record
 from cgplan.errors import TrafficError
 from cgplan.planning import Plan
+from cgplan.units import format_microseconds
 
 if TYPE_CHECKING:
     import numpy as np
@@ -80,6 +81,22 @@ class Service(Record):
     tokens_per_s: float
     preempted: int = 0
     unmeasured: float = 0.0
+
+
+class Goal(Record):
+    """One part of an SLO: ``tpot_p99=30ms``."""
+
+    name: str
+    microseconds: float
+
+    def of(self, service: Service) -> float | None:
+        """Microseconds that it bounds; None where no request has them."""
+        what, percentile = self.name.split("_")
+        found = getattr(service, f"{what}_us")
+        return None if found is None else float(getattr(found, percentile))
+
+    def __str__(self) -> str:
+        return f"{self.name}={format_microseconds(self.microseconds)}"
 
 
 class Traffic(Record):

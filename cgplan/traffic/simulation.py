@@ -582,56 +582,52 @@ class _Engine:
         )
 
 
-class StepClock:
+def step_clock(
+    plan: Plan,
+    times: StepTimes,
+    *,
+    apart: bool = False,
+) -> StepTime:
     """Microseconds of a step in the graph that the plan's dispatcher chooses; ``apart`` as in
     Traffic.
     """
+    import numpy as np  # takes longer than all of planning, and most commands do without
 
-    def __init__(
-        self,
-        plan: Plan,
-        times: StepTimes,
-        *,
-        apart: bool = False,
-    ) -> None:
-        import numpy as np  # takes longer than all of planning, and most commands do without
+    dispatch = CudagraphDispatcher(plan).dispatch
+    decode = plan.max_num_seqs * plan.query_len
+    largest = max(plan.max_num_batched_tokens, plan.max_capture_size, decode)
+    tokens = np.arange(largest + 1)
+    # batches between two of these sizes run as the larger one does
+    captured = [descriptor.num_tokens for _, descriptor in plan.keys]
+    bounds = sorted({*captured, largest + 1})
 
-        dispatch = CudagraphDispatcher(plan).dispatch
-        decode = plan.max_num_seqs * plan.query_len
-        largest = max(plan.max_num_batched_tokens, plan.max_capture_size, decode)
-        tokens = np.arange(largest + 1)
+    @cache
+    def answer(
+        size: int,
+        uniform: bool,
+        adapters: int,
+    ) -> Answer:
+        excluded = None
+        if apart:
+            excluded = {CUDAGraphMode.PIECEWISE if uniform else CUDAGraphMode.FULL}
+        return dispatch(
+            size,
+            uniform,
+            adapters,
+            invalid_modes=excluded,
+        )
 
-        @cache
-        def answer(
-            size: int,
-            uniform: bool,
-            adapters: int,
-        ) -> Answer:
-            excluded = None
-            if apart:
-                excluded = {CUDAGraphMode.PIECEWISE if uniform else CUDAGraphMode.FULL}
-            return dispatch(
-                size,
-                uniform,
-                adapters,
-                invalid_modes=excluded,
-            )
+    @cache
+    def table(mode: CUDAGraphMode, adapters: int) -> Floats:
+        return times.at(mode, tokens, adapters)
 
-        @cache
-        def table(mode: CUDAGraphMode, adapters: int) -> Floats:
-            return times.at(mode, tokens, adapters)
-
-        # batches between two of these sizes run as the larger one does
-        captured = [descriptor.num_tokens for _, descriptor in plan.keys]
-        self._bounds = sorted({*captured, largest + 1})
-        self._answer = answer
-        self._table = table
-
-    def __call__(self, shape: StepShape) -> float:
+    def time(shape: StepShape) -> float:
         size, _, uniform, adapters = shape
-        bound = self._bounds[bisect_left(self._bounds, size)]
-        mode, descriptor = self._answer(bound, uniform, adapters)
+        bound = bounds[bisect_left(bounds, size)]
+        mode, descriptor = answer(bound, uniform, adapters)
         if mode is not CUDAGraphMode.NONE:
             size = descriptor.num_tokens
             adapters = descriptor.num_active_loras
-        return float(self._table(mode, adapters)[size])
+        return float(table(mode, adapters)[size])
+
+    return time

@@ -21,7 +21,7 @@ from cgplan.config import validate_config
 from cgplan.planning import build_plan
 from cgplan.reports import load_plan
 from cgplan.traffic.files import read_traffic
-from cgplan.traffic.simulation import SchedulerBounds, StepClock, simulate
+from cgplan.traffic.simulation import SchedulerBounds, simulate, step_clock
 from cgplan.traffic.step_times import StepTimes
 
 GRAPHS = (8, 16, 24, None)
@@ -31,7 +31,7 @@ TIMES = StepTimes.default()
 
 def figures(plan, traffic):
     """Mean microseconds of all steps, and the p99 of uniform decode steps."""
-    clock = StepClock(plan, TIMES)
+    clock = step_clock(plan, TIMES)
     total, decode = 0.0, []
     for shape, weight in traffic.histogram:
         microseconds = clock(shape)
@@ -86,7 +86,7 @@ def main():
             write_half(file, ladder, later, half)
             for load in LOADS:
                 trace = read_traffic(half, ladder, speedup=load)
-                seen[later, load] = simulate(trace, SchedulerBounds.of(ladder), StepClock(ladder, TIMES))
+                seen[later, load] = simulate(trace, SchedulerBounds.of(ladder), step_clock(ladder, TIMES))
         for kind in ("list", "lanes"):
             for objective in options.objective.split(","):
                 for graphs in GRAPHS:

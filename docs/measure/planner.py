@@ -23,7 +23,7 @@ from cgplan.pricing.measured import MeasuredCosts, MeasuredKey
 from cgplan.reports import load_report
 from cgplan.traffic.files import read_traffic, synthetic_requests
 from cgplan.traffic.histogram import StepShape, Traffic
-from cgplan.traffic.simulation import SchedulerBounds, StepClock, simulate
+from cgplan.traffic.simulation import SchedulerBounds, simulate, step_clock
 from cgplan.traffic.step_times import StepTimes
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
@@ -109,7 +109,7 @@ def main():
             start = time.perf_counter()
             plan = build_plan(config)
             trace = synthetic_requests(config.traffic, plan) if section else read_traffic(TRACE, plan, speedup=speed)
-            traffic = simulate(trace, SchedulerBounds.of(plan), StepClock(plan, times))
+            traffic = simulate(trace, SchedulerBounds.of(plan), step_clock(plan, times))
             simulated = time.perf_counter() - start
             evidence = propose(config, traffic, times, costs).evidence
             planned = time.perf_counter() - start - simulated

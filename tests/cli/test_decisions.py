@@ -14,9 +14,10 @@ import yaml
 from commands import cgplan_command, good, plan_of, refused, settings, unwrapped
 
 from cgplan import errors
-from cgplan.cli import decisions as decisions_module
 from cgplan.modes import CUDAGraphMode
+from cgplan.optimizer import decisions as decisions_module
 from cgplan.planning import Plan
+from cgplan.reports import load_plan
 from cgplan.traffic.histogram import Percentiles, Service, StepShape
 from cgplan.traffic.simulation import simulate
 from cgplan.traffic.step_times import StepTimes
@@ -137,6 +138,30 @@ def test_an_slo_is_held_by_the_fewest_graphs() -> None:
     assert fewer.evidence is not None
     if len(held.keys) > 1:
         assert fewer.evidence["service"][0]["service"]["tpot_us"]["p99"] > 10_000
+
+
+def test_an_slo_binds_its_plan_and_checks_judge_by_it(home: Path) -> None:
+    (home / "times.csv").write_text(TIMES.format(piecewise=5000))
+    made = good(*GIVEN, "--slo", "tpot_p99=10ms", "--slo", "ttft_p99=1s", "--output", "slo.json")
+    assert "binding     the SLO, which holds without more graphs" in made.stdout
+    assert "budget.max_graphs" not in made.stdout
+    held = load_plan(home / "slo.json")
+    assert held.evidence is not None
+    assert held.evidence["binding"] == ["slo"]
+    assert [goal["name"] for goal in held.evidence["slo"]] == ["tpot_p99", "ttft_p99"]
+    check = ("plan", "check", "slo.json", "--traffic", "trace.csv")
+    same = json.loads(good(*check, "--json").stdout)
+    assert same["verdict"].startswith("holds its SLO; regret ")
+    assert same["slo_missed"] is None
+    assert same["regret"] < 0.001, "of plans with as many graphs"
+    result = cgplan_command(*check, "--speedup", "40")
+    assert result.exit_code == errors.RegretError.exit_code
+    assert re.search(
+        r"misses its SLO: tpot_p99 is .*, 10.0 ms are asked for", unwrapped(result.stderr)
+    )
+    (home / "steps.csv").write_text("num_tokens,count\n4,10\n")
+    steps = json.loads(good(*check[:-1], "steps.csv", "--json").stdout)
+    assert steps["verdict"].startswith("regret "), "steps tell nothing of requests"
 
 
 def test_an_slo_is_held_by_each_load() -> None:

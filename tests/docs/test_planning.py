@@ -7,7 +7,7 @@ import re
 import pytest
 from pages import PAGES
 
-from cgplan.cli.decisions import MODES
+from cgplan.optimizer.decisions import MODES
 from cgplan.traffic.files import FORMS
 from cgplan.traffic.rows import Form
 from cgplan.traffic.step_times import MEASURED, TIMELESS, StepForm

@@ -33,7 +33,7 @@ from cgplan.reports.layout import plain_text
 from cgplan.reports.plan_tables import render_difference
 from cgplan.traffic.files import read_traffic
 from cgplan.traffic.histogram import StepShape, Traffic
-from cgplan.traffic.simulation import SchedulerBounds, StepClock, simulate
+from cgplan.traffic.simulation import SchedulerBounds, simulate, step_clock
 from cgplan.traffic.step_times import StepTimes
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
@@ -801,7 +801,7 @@ def test_a_real_trace_needs_a_third_of_a_ladders_graphs() -> None:
     config = config_of(seqs=512, tokens=8192)
     times = StepTimes.default()
     plan = build_plan(config)
-    seen = simulate(read_traffic(TRACE, plan), SchedulerBounds.of(plan), StepClock(plan, times))
+    seen = simulate(read_traffic(TRACE, plan), SchedulerBounds.of(plan), step_clock(plan, times))
     evidence = propose(config, seen, times).evidence
     vllm = ladder(evidence, "vllm")
     assert vllm.graphs == 51

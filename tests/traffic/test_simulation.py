@@ -20,9 +20,9 @@ from cgplan.traffic.simulation import (
     Request,
     RequestTrace,
     SchedulerBounds,
-    StepClock,
     StepTime,
     simulate,
+    step_clock,
 )
 from cgplan.traffic.step_times import StepTimes
 
@@ -507,7 +507,7 @@ def test_a_step_takes_the_time_of_the_graph_that_the_dispatcher_chooses(
     plan: Plan, apart: bool, data: st.DataObject
 ) -> None:
     times = StepTimes.default()
-    clock = StepClock(plan, times, apart=apart)
+    clock = step_clock(plan, times, apart=apart)
     dispatcher = CudagraphDispatcher(plan)
     largest = plan.max_num_batched_tokens
     near = {size + by for size in plan.capture_sizes for by in (-1, 0, 1)}

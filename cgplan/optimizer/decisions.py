@@ -1,40 +1,47 @@
-"""What `cgplan plan` decides besides sizes: the mode, and the fewest graphs that hold an SLO."""
+"""What a plan decides besides sizes: the mode, and the fewest graphs that hold an SLO."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from cgplan.cli.costs import Priced
-from cgplan.cli.options import Loads, ModeChoice, Objective
-from cgplan.config import Config, with_values
+from cgplan.config import BudgetConfig, Config, with_values
 from cgplan.errors import BudgetError, ModeError, PlanError, StepTimeError, TrafficError
-from cgplan.modes import CUDAGraphMode
-from cgplan.optimizer.evidence import ASKED_FOR, ServicePoint
+from cgplan.modes import CUDAGraphMode, Key
+from cgplan.optimizer.evidence import ASKED_FOR, PlanCheck, ServicePoint
 from cgplan.optimizer.lanes import Run
-from cgplan.optimizer.propose import ALIKE, Case, Request, choose
+from cgplan.optimizer.propose import (
+    ALIKE,
+    Case,
+    PlanInputs,
+    best_case,
+    point_of,
+    propose,
+    use_of,
+)
 from cgplan.planning import Plan, build_plan
-from cgplan.traffic.histogram import Service, Traffic
+from cgplan.planning.costs import GraphCosts
+from cgplan.traffic.histogram import Goal, Service, Traffic
 from cgplan.traffic.simulation import (
     RequestTrace,
     SchedulerBounds,
-    StepClock,
     simulate,
+    step_clock,
 )
 from cgplan.traffic.step_times import FULL_OF_DECODE, StepTimes
 from cgplan.units import counted, format_bytes, format_microseconds
 
-if TYPE_CHECKING:
-    Source = Traffic | RequestTrace
-
+Source = Traffic | RequestTrace
 INSURANCE = 0.1  # if none is asked for
 HIGHER_LOADS = (2.0, 4.0)  # of a robust plan
 OTHER_SHARES = (0.1, 0.05, 0.025)  # of the steps, for each other load; the first that
 GIVEN_UP = 0.003  # makes the mean step of the load itself at most so much longer
 # requests, beyond which less is shown and tried; first plans and modes are of so many
 LARGE = 200_000
-MOST = 128  # graphs that an SLO is tried with
+MOST_FOR_SLO = 128  # graphs that an SLO is tried with
 # Changes of a figure by other bounds: worth a word, too large a loss, and none
 NOTABLE = 0.05
 MOST_LOSS = 0.1
@@ -66,38 +73,48 @@ class Miss(NamedTuple):
         return self.share <= 0
 
 
+@dataclass(eq=False)
 class Planner:
     """Plans for one set of loads.
 
-    Args:
+    Attributes:
         sources: Steps or requests, with their weights.
-        one_list: As in ``Request``.
-        apart: As in Traffic.
+        failed, insurance: As in ``PlanInputs``.
+        objective: robust, mean or worst.
+        any_mode: Whether other modes are weighed.
+        slo: What requests are to get.
+        kv_tokens: Tokens that the KV cache holds; None: all.
+        kv_token_bytes: Of a token there; 0: not known.
+        replicas: Servers that share the requests.
+        lists: Lists of sizes that the engine has; 0: one for each lane.
     """
 
-    def __init__(
-        self,
-        loads: Loads,
-        times: StepTimes,
-        priced: Priced,
-        sources: Sequence[tuple[Source, float]],
-        *,
-        one_list: bool = False,
-        apart: bool = False,
-    ) -> None:
-        self._loads = loads
-        self._times = times
-        self._priced = priced
-        self._sources = sources
-        self._one_list = one_list
-        self._apart = apart
+    times: StepTimes
+    sources: Sequence[tuple[Source, float]]
+    costs: GraphCosts | None = None
+    failed: Mapping[Key, str] = field(default_factory=dict)
+    insurance: float = INSURANCE
+    objective: str = "robust"
+    any_mode: bool = False
+    slo: Sequence[Goal] = ()
+    kv_tokens: int | None = None
+    kv_token_bytes: int = 0
+    replicas: int = 1
+    lists: int = 0
+
+    def __post_init__(self) -> None:
+        self._apart = self.lists == 2
+        self._rules: dict[str, Any] = {
+            "insurance": self.insurance,
+            "one_list": self.lists == 1,
+        }
         self._higher = list[Traffic]()
         self._today: Plan | None = None
         self._modes = MODES
-        if apart or times.full_of_decode:  # FULL graphs run decode alone
+        if self._apart or self.times.full_of_decode:  # FULL graphs run decode alone
             self._modes = [mode for mode in MODES if mode.mixed_mode() is not CUDAGraphMode.FULL]
         self._first: list[Source] = []
-        for source, _ in sources:
+        for source, _ in self.sources:
             first = source if isinstance(source, Traffic) else source.first(LARGE)
             self._first.append(first)
         self._known: dict[Any, tuple[Source, Traffic]] = {}  # simulated, by the source's id
@@ -109,88 +126,147 @@ class Planner:
     @property
     def _requests(self) -> list[RequestTrace]:
         """The loads of requests."""
-        return [source for source, _ in self._sources if isinstance(source, RequestTrace)]
+        return [source for source, _ in self.sources if isinstance(source, RequestTrace)]
 
     def decide(self, config: Config) -> Plan:
         """The plan, in the best mode if it may be chosen, with the fewest graphs that hold the SLO.
 
-        Raises TrafficError and StepTimeError where an SLO needs more than was given.
+        Raises TrafficError where an SLO has no requests.
         """
-        self._check_slo()
+        slo = self.slo
+        for source, _ in self.sources if slo else ():
+            if isinstance(source, Traffic):
+                raise TrafficError(
+                    f"an SLO is about requests, and a load counts steps: {source.source}",
+                    remedy="Give --traffic FILE with requests: arrivals, prompts, generated "
+                    "tokens.",
+                )
         asked = config
         self._today = build_plan(asked)
         notes = list[str]()
-        is_best = self._loads.mode is ModeChoice.best
-        if is_best:
-            config, plan, notes = self._best_mode(config)
-        if not is_best or self._is_large:
-            plan = self.plan(config)
+        if self.any_mode:
+            config, case, notes = self._best_mode(config)
+        if not self.any_mode or self._is_large:
+            case = self._case(config)
         miss = None
-        if self._loads.slo:
-            miss = self._worst_miss(config, plan)
+        if slo:
+            miss = self._worst_miss(config, case.plan)
             said = "holds without graphs, too; those worth it stay"
             if not miss.holds or not self._worst_miss(config, build_plan(_eager(config))).holds:
-                plan, miss = self._within_slo(config, plan, miss)
+                case, miss = self._within_slo(config, case, miss)
                 said = f"is missed with each number of graphs tried: {miss.text}"
                 if miss.holds:
-                    graphs = counted(len(plan.keys), "graph")
+                    graphs = counted(len(case.plan.keys), "graph")
                     said = f"holds with {graphs}, the fewest of those tried"
             share = miss.service.unmeasured
             if share:
                 said += f"; {share:.2%} of the steps are extrapolated"
-            notes.append(f"SLO {', '.join(map(str, self._loads.slo))} {said}")
-        return self._with_service(asked, plan, notes, miss)
+            notes.append(f"SLO {', '.join(map(str, slo))} {said}")
+        return self._with_evidence(asked, case, notes, miss)
+
+    def check(self, config: Config, plan: Plan) -> PlanCheck:
+        """A plan on these loads, which it need not have been made for."""
+        loads = self.steps(config, plan)
+        traffic = Traffic.mixed(loads)
+        times = self.times
+        run = Run(plan.keys, traffic, times)
+        graphs = len(plan.keys)
+        uses = []
+        for use in run.uses:
+            step_us = use.microseconds / use.weight
+            own_us = use.unpadded / use.weight
+            made = use_of(use, run, step_us=step_us, own_us=own_us)
+            uses.append(made)
+        own = point_of("this plan", run, graphs)
+        anew = propose(config, loads, times, **self._rules).evidence
+        best = [anew.as_point("planned anew")]
+        if graphs and graphs != anew.graphs:
+            as_many = config.model_copy(update={"budget": BudgetConfig(max_graphs=graphs)})
+            same = propose(as_many, loads, times, **self._rules).evidence
+            best.append(same.as_point(f"best with {graphs}"))
+        budget = config.budget
+        most = math.inf
+        limits = budget.max_graphs, budget.memory, budget.capture_time
+        if any(limit is not None for limit in limits):
+            most = max(graphs, budget.max_graphs or 0)
+        within = [ladder for ladder in anew.ladders if ladder.graphs <= most]
+        allowed = [own, *best, *within]
+        least = min(allowed, key=lambda point: point.expected_us)
+        regret = own.expected_us / least.expected_us - 1
+        of_decode = None
+        verdict = f"regret {regret:.2%}"
+        if own.decode_us and least.decode_us:
+            of_decode = own.decode_us / least.decode_us - 1
+            verdict += f", of decode steps {of_decode:.2%}"
+        took = format_microseconds(own.expected_us)
+        verdict += f": {took} a step with {counted(graphs, 'graph')}"
+        if least is not own:
+            took = format_microseconds(least.expected_us)
+            verdict += f", {took} with {least.graphs} ({least.name})"
+        missed = None
+        if self.slo and self._requests:
+            miss = self._worst_miss(config, plan)
+            missed = None if miss.holds else miss.text
+            judged = "holds its SLO"
+            if missed:
+                judged = f"misses its SLO: {missed}"
+            verdict = f"{judged}; {verdict}"
+        return PlanCheck(
+            traffic_source=traffic.source,
+            traffic_weight=traffic.total,
+            times_source=times.source,
+            notes=(*traffic.notes, *times.notes_for(plan.mode)),
+            points=(own, *best, *anew.ladders),
+            regret=regret,
+            decode_regret=of_decode,
+            uses=tuple(uses),
+            verdict=verdict,
+            slo_missed=missed,
+        )
 
     # --- one plan ---------------------------------------------------------------------------------
 
-    def plan(self, config: Config, *, of_first: bool = False) -> Plan:
+    def _case(self, config: Config, *, of_first: bool = False) -> Case:
         """The plan within the budget, which the graphs of a draft model count in; ``of_first``: for
         the first ``LARGE`` requests.
         """
         most = config.budget.max_graphs
-        plan = self._plan(config, of_first=of_first)
-        if most is None or plan.num_graphs <= most:
-            return plan
+        case = self._captured(config, of_first)
+        if most is None or case.plan.num_graphs <= most:
+            return case
         low = 0
         high = most
-        fits: Plan | None = None
+        fits: Case | None = None
         while high - low > 1:
             middle = (low + high) // 2
             bounded = with_values(config, "budget", max_graphs=middle)
-            plan = self._plan(bounded, of_first=of_first)
-            if plan.num_graphs <= most:
-                fits = plan
+            case = self._captured(bounded, of_first)
+            if case.plan.num_graphs <= most:
+                fits = case
                 low = middle
             else:
                 high = middle
         if fits is None:
+            graphs = case.plan.num_graphs
             raise BudgetError(
-                f"budget.max_graphs is {most}, and one size takes {plan.num_graphs} graphs, those "
-                "of the draft model included",
-                remedy=f"Allow {plan.num_graphs} graphs.",
+                f"budget.max_graphs is {most}, and one size takes {graphs} graphs, those of the "
+                "draft model included",
+                remedy=f"Allow {graphs} graphs.",
             )
-        return fits.model_copy(update={"budget": {**fits.budget, "max_graphs": most}})
+        return fits.with_plan(budget={**fits.plan.budget, "max_graphs": most})
 
-    def _plan(self, config: Config, *, of_first: bool) -> Plan:
-        plan = self._chosen(config, of_first=of_first)
-        if config.compilation.key_rules == "vllm_v2":
-            return self._as_engine_captures(config, plan)
-        return plan
-
-    def _chosen(self, config: Config, *, of_first: bool) -> Plan:
-        loads = self._loads
+    def _chosen(self, config: Config, of_first: bool) -> Case:
         options: dict[str, Any] = {
-            "insurance": INSURANCE if loads.insurance is None else loads.insurance,
-            "worst": loads.objective is Objective.worst,
-            "one_list": self._one_list,
+            "worst": self.objective == "worst",
             "today": self._today,
+            **self._rules,
         }
-        known = self._times, self._priced.costs, self._priced.failed
+        known = self.times, self.costs, self.failed
         others = self._others(config)
 
         def chosen_for(steps: list[tuple[Traffic, float]], share: float) -> Case:
             beside = [(other, share) for other in others] if share else ()
-            return choose(Request(config, steps, *known, beside=beside, **options))
+            return best_case(PlanInputs(config, steps, *known, beside=beside, **options))
 
         steps = self.steps(config, build_plan(config), of_first=True)
         if self._requests:  # the times of steps change their batches
@@ -201,19 +277,18 @@ class Planner:
         for share in OTHER_SHARES if others else ():
             robust = chosen_for(steps, share)
             if robust.run.expected_us <= longest:
-                return robust.proposal().plan
-        plan = best.proposal().plan
-        if others:
-            note = (
-                "2 and 4 times the load were not planned for: the step would be more than "
-                f"{GIVEN_UP:.1%} longer; --scale 1,2,4 --objective worst plans for them"
-            )
-            plan = plan.model_copy(update={"notes": (*plan.notes, note)})
-        return plan
+                return robust
+        if not others:
+            return best
+        note = (
+            "2 and 4 times the load were not planned for: the step would be more than "
+            f"{GIVEN_UP:.1%} longer; --scale 1,2,4 --objective worst plans for them"
+        )
+        return best.with_plan(notes=(*best.plan.notes, note))
 
     def _others(self, config: Config) -> list[Traffic]:
         """Of a robust plan for one load: 2 and 4 times the load, and the p99 of decode of each."""
-        if self._loads.objective is not Objective.robust or len(self._sources) > 1:
+        if self.objective != "robust" or len(self.sources) > 1:
             return []
         if not self._higher:
             plan = build_plan(config)
@@ -227,14 +302,16 @@ class Planner:
             self._higher = [*loads[1:], *filter(None, tails)]
         return self._higher
 
-    def _as_engine_captures(
+    def _captured(
         self,
         config: Config,
-        plan: Plan,
-    ) -> Plan:
-        """The graphs that vLLM's model runner V2 captures for the sizes of a plan."""
-        if not plan.capture_sizes:
-            return plan
+        of_first: bool,
+    ) -> Case:
+        """With the graphs that vLLM's model runner V2 captures for the sizes of the plan."""
+        case = self._chosen(config, of_first)
+        plan = case.plan
+        if config.compilation.key_rules != "vllm_v2" or not plan.capture_sizes:
+            return case
         sizes = with_values(
             config,
             "compilation",
@@ -246,10 +323,10 @@ class Planner:
             "draft_prefill_keys": built.draft_prefill_keys,
             "draft_decode_keys": built.draft_decode_keys,
         }
-        if set(built.keys) != set(plan.keys) and self._one_list:
-            costs = self._priced.costs
+        if set(built.keys) != set(plan.keys) and self.lists == 1:
+            costs = self.costs
             found |= {"keys": built.keys, "predicted": costs and costs.of(built.keys)}
-        return plan.model_copy(update=found)
+        return case.with_plan(**found)
 
     def steps(
         self,
@@ -260,7 +337,7 @@ class Planner:
     ) -> list[tuple[Traffic, float]]:
         """Steps to plan for; requests are simulated with the step times of ``plan``."""
         found = []
-        for (source, weight), first in zip(self._sources, self._first, strict=True):
+        for (source, weight), first in zip(self.sources, self._first, strict=True):
             traffic = self._simulated(config, plan, first if of_first else source)
             found.append((traffic, weight))
         return found
@@ -278,16 +355,16 @@ class Planner:
             plan,
             accepted_tokens=config.speculative.accepted_tokens,
             mixes=config.scheduler.mixed_batches,
-            kv_tokens=self._loads.kv_cache_tokens,
-            ranks=self._loads.replicas if config.distributed.data_parallel_sync else 1,
+            kv_tokens=self.kv_tokens,
+            ranks=self.replicas if config.distributed.data_parallel_sync else 1,
         )
         key = (id(source), plan.keys, bounds)
         if key not in self._known:
-            clock = StepClock(plan, self._times, apart=self._apart)
+            clock = step_clock(plan, self.times, apart=self._apart)
             traffic = simulate(source, bounds, clock)
             traffic = traffic.model_copy(update=marked)
             assert traffic.service is not None
-            run = Run(plan.keys, traffic, self._times)
+            run = Run(plan.keys, traffic, self.times)
             known = {"unmeasured": run.unmeasured()}
             service = traffic.service.model_copy(update=known)
             traffic = traffic.model_copy(update={"service": service})
@@ -299,59 +376,43 @@ class Planner:
     def _best_mode(
         self,
         config: Config,
-    ) -> tuple[Config, Plan, list[str]]:
+    ) -> tuple[Config, Case, list[str]]:
         """The mode with the shortest steps; of those within 0.1% the one with the fewest graphs."""
-        asked = self.plan(config, of_first=True)
+        asked = self._case(config, of_first=True)
         found = [(config, asked)]
         for mode in self._modes:
             other = with_values(config, "compilation", cudagraph_mode=mode)
             try:
-                if mode is asked.mode or build_plan(other).mode is not mode:
+                if mode is asked.plan.mode or build_plan(other).mode is not mode:
                     continue
-                found.append((other, self.plan(other, of_first=True)))
+                found.append((other, self._case(other, of_first=True)))
             except (BudgetError, ModeError, PlanError, StepTimeError):
                 continue  # it cannot be planned
-        least = min(_expected(plan) for _, plan in found)
-        alike = [pair for pair in found if _expected(pair[1]) <= least * (1 + ALIKE)]
-        chosen, best = min(alike, key=lambda pair: pair[1].num_graphs)
+        least = min(case.run.expected_us for _, case in found)
+        alike = [pair for pair in found if pair[1].run.expected_us <= least * (1 + ALIKE)]
+        chosen, best = min(alike, key=lambda pair: pair[1].plan.num_graphs)
         notes = list[str]()
         if self._is_large:
             notes.append(f"modes were weighed for the first {LARGE:,} requests")
+        step = best.run.expected_us
         if best is not asked:
             notes.append(
-                f"mode {best.mode}, not {asked.mode}: "
-                f"{counted(best.num_graphs, 'graph')} instead of {asked.num_graphs}, steps "
-                f"{_expected(best) / _expected(asked) - 1:+.2%}; --mode keep forbids it"
+                f"mode {best.plan.mode}, not {asked.plan.mode}: "
+                f"{counted(best.plan.num_graphs, 'graph')} instead of {asked.plan.num_graphs}, "
+                f"steps {step / asked.run.expected_us - 1:+.2%}; --mode keep forbids it"
             )
-        weighed = [plan.mode for _, plan in found]
-        if self._times.full_of_decode and CUDAGraphMode.FULL not in weighed:
+        weighed = [case.plan.mode for _, case in found]
+        if self.times.full_of_decode and CUDAGraphMode.FULL not in weighed:
             notes.append(f"mode FULL was not weighed: {FULL_OF_DECODE}")
-        for _, plan in found:
-            if plan is not best:
-                longer = _expected(plan) / _expected(best) - 1
-                step = format_microseconds(_expected(plan))
-                graphs = counted(plan.num_graphs, "graph")
-                notes.append(f"mode {plan.mode}: {graphs}, {step} a step ({longer:+.2%})")
+        for _, case in found:
+            if case is not best:
+                own = case.run.expected_us
+                graphs = counted(case.plan.num_graphs, "graph")
+                took = f"{format_microseconds(own)} a step ({own / step - 1:+.2%})"
+                notes.append(f"mode {case.plan.mode}: {graphs}, {took}")
         return chosen, best, notes
 
     # --- what requests get ------------------------------------------------------------------------
-
-    def _check_slo(self) -> None:
-        if not self._loads.slo:
-            return
-        for source, _ in self._sources:
-            if isinstance(source, Traffic):
-                raise TrafficError(
-                    f"an SLO is about requests, and a load counts steps: {source.source}",
-                    remedy="Give --traffic FILE with requests: arrivals, prompts, generated "
-                    "tokens.",
-                )
-        if self._loads.step_times is None:
-            raise StepTimeError(
-                "an SLO needs the step times of your model, and the default ones are of another",
-                remedy="Give --step-times FILE: eager steps and graphs by size, at contexts as "
-                "long as your requests'.",
-            )
 
     def _service(
         self,
@@ -373,7 +434,7 @@ class Planner:
         for requests in self._requests:
             service = self._service(config, plan, requests)
             goals = [(-1.0, "no request has these times")]
-            for goal in self._loads.slo or ():
+            for goal in self.slo:
                 time = goal.of(service)
                 if time is not None:
                     wanted = format_microseconds(goal.microseconds)
@@ -387,31 +448,31 @@ class Planner:
     def _within_slo(
         self,
         config: Config,
-        plan: Plan,
+        case: Case,
         first: Miss,
-    ) -> tuple[Plan, Miss]:
+    ) -> tuple[Case, Miss]:
         """The plan with the fewest graphs of those tried, by halving, that hold the SLO. If none
         does, the plan as it is, or one that comes notably nearer.
         """
-        found = [(plan, first)]
+        found = [(case, first)]
 
         def holds_with(graphs: int) -> bool:
             try:
-                made = self.plan(with_values(config, "budget", max_graphs=graphs))
+                made = self._case(with_values(config, "budget", max_graphs=graphs))
             except BudgetError:
                 return False
-            miss = self._worst_miss(config, made)
+            miss = self._worst_miss(config, made.plan)
             found.append((made, miss))
             return miss.holds
 
-        most = config.budget.max_graphs or MOST
+        most = config.budget.max_graphs or MOST_FOR_SLO
         if not first.holds and not holds_with(most):
             other, nearest = min(found, key=lambda pair: pair[1].share)
             if 1 + nearest.share < (1 + first.share) * (1 - NOTABLE):
                 return other, nearest
-            return plan, first
+            return case, first
         low = 0
-        high = plan.num_graphs if first.holds else most
+        high = case.plan.num_graphs if first.holds else most
         while high - low > 1:
             middle = (low + high) // 2
             if holds_with(middle):
@@ -419,23 +480,22 @@ class Planner:
             else:
                 low = middle
         held = [pair for pair in found if pair[1].holds]
-        fewest, miss = min(held, key=lambda pair: pair[0].num_graphs)
-        if fewest is plan:
-            return plan, miss
-        number = "budget.max_graphs in what follows is that number"
-        rule = f"the fewest graphs of those tried with which the SLO holds; {number}"
-        evidence = {**(fewest.evidence or {}), "rule": rule}
-        return fewest.model_copy(update={"budget": plan.budget, "evidence": evidence}), miss
+        fewest, miss = min(held, key=lambda pair: pair[0].plan.num_graphs)
+        if fewest is case:
+            return case, miss
+        fewest = replace(fewest, for_slo=True)
+        return fewest.with_plan(budget=case.plan.budget), miss
 
-    def _with_service(
+    def _with_evidence(
         self,
         config: Config,
-        plan: Plan,
+        case: Case,
         notes: list[str],
         miss: Miss | None,
     ) -> Plan:
         """The plan with what requests get, and why it is as it is."""
-        points = [point.model_dump(mode="json") for point in self._points(config, plan, miss)]
+        plan = case.plan
+        points = tuple(self._points(config, plan, miss))
         if miss is not None and len(self._requests) > 1:
             notes.append(f"of {len(self._requests)} loads {miss.requests.source}: {miss.text}")
         notes += self._as_kv_cache(config, plan)
@@ -445,12 +505,13 @@ class Planner:
                 f"vLLM captures {counted(len(plan.draft_keys), 'graph')} of the draft model "
                 "besides; max_graphs counts them, costs and step times do not"
             )
-        decided = {
-            "service": points,
-            "slo_missed": None if miss is None or miss.holds else miss.text,
-            "decisions": notes,
-        }
-        return plan.model_copy(update={"evidence": {**(plan.evidence or {}), **decided}})
+        proposal = case.proposal(
+            service=points,
+            slo=tuple(self.slo),
+            slo_missed=None if miss is None or miss.holds else miss.text,
+            decisions=tuple(notes),
+        )
+        return proposal.plan
 
     def _points(
         self,
@@ -511,8 +572,8 @@ class Planner:
         plan: Plan,
     ) -> Iterator[str]:
         """What the memory that the plan saves or takes is worth as KV cache."""
-        costs = self._priced.costs
-        each = self._loads.kv_token_bytes or self._priced.kv_token_bytes
+        costs = self.costs
+        each = self.kv_token_bytes
         if costs is None or not each or plan.predicted is None:
             return
         asked = costs.of(build_plan(config).keys)
@@ -524,8 +585,8 @@ class Planner:
             f"{format_bytes(abs(more))} {'more' if more > 0 else 'less'} than the graphs asked for "
             f"are {tokens:,} tokens of KV cache"
         )
-        if self._loads.kv_cache_tokens:
-            share = tokens / self._loads.kv_cache_tokens
+        if self.kv_tokens:
+            share = tokens / self.kv_tokens
             text += f", {share:.1%} {'fewer' if more > 0 else 'more'}"
         yield text
 
@@ -562,9 +623,3 @@ def _gains(now: Service, other: Service) -> str:
     if other.unmeasured > now.unmeasured:
         told.append(f"{other.unmeasured:.1%} of its steps extrapolated")
     return ", ".join(told)
-
-
-def _expected(plan: Plan) -> float:
-    expected = plan.expected_us
-    assert expected is not None
-    return expected
