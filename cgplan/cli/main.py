@@ -61,6 +61,11 @@ class _Plans(TyperGroup):
         for at, word in enumerate(args):
             if word in self.commands:
                 break
+            if word == "vllm" and before not in with_value:
+                raise BadParameter(
+                    "that is a command of vLLM: write `cgplan plan --vllm '{}' --max-num-seqs N`, "
+                    "with its options that docs/planning.md lists, For vLLM"
+                )
             if word.endswith(YAML) and before not in with_value:
                 args = [*args[:at], "--file", *args[at:]]
                 break

@@ -137,6 +137,12 @@ def goal(text: str) -> "Goal":
     return Goal(name=name, microseconds=float(number) * MICROSECONDS[unit])
 
 
+def compilation_config(text: str) -> str:
+    if text.startswith("-"):
+        raise BadParameter(f"JSON is missing before {text}: write --vllm '{{}}' {text}")
+    return text
+
+
 def traffic_file(text: str) -> tuple[Path, float]:
     """A file, and how much faster its requests come: ``trace.csv@2x``."""
     name, _, faster = text.rpartition("@")
@@ -404,8 +410,10 @@ OF_VLLM = "With --vllm: as vLLM's option."
 
 @dataclass
 class VllmOptions:
-    vllm: str | None = option(
-        "What vLLM's --compilation-config takes; {} is its default.", metavar="JSON"
+    vllm: Any = option(
+        "What vLLM's --compilation-config takes; {} is its default.",
+        metavar="JSON",
+        parser=compilation_config,
     )
     max_num_seqs: int | None = option(OF_VLLM)
     max_num_batched_tokens: int | None = option(OF_VLLM)
@@ -417,10 +425,20 @@ class VllmOptions:
     max_loras: int | None = option("With --vllm: as vLLM's option, for --enable-lora.")
     specialize_active_lora: bool = flag(OF_VLLM, "--specialize-active-lora")
     performance_mode: PerformanceMode | None = option(OF_VLLM)
+    enforce_eager: bool = flag("", "--enforce-eager", hidden=True)
     blackwell: bool = flag("With --vllm: on a GPU of compute capability 10.x.", "--blackwell")
 
     def read(self, overrides: "Sequence[str | Override]" = ()) -> "VllmConfig | None":
         """vLLM's configuration; None without ``--vllm``, which the other options need."""
+        if self.enforce_eager:
+            raise BadParameter("--enforce-eager: vLLM captures no graph then; leave it out")
+        tokens = self.max_num_batched_tokens
+        seqs = self.max_num_seqs
+        if tokens and seqs and tokens < seqs:
+            raise BadParameter(
+                f"--max-num-batched-tokens {tokens} is below --max-num-seqs {seqs}, which vLLM "
+                "refuses: raise the one or lower the other"
+            )
         options: dict[str, Any] = {}
         for name, value in vars(self).items():
             if name != "vllm" and value is not None and value is not False:

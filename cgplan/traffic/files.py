@@ -29,6 +29,7 @@ from cgplan.modes import CUDAGraphMode
 from cgplan.planning import Plan
 from cgplan.traffic.histogram import MOST_BATCHED_TOKENS, SizeCounts, StepCounts, StepShape, Traffic
 from cgplan.traffic.rows import (
+    LOG_LINE,
     Form,
     R,
     RawRow,
@@ -64,7 +65,6 @@ _HEADER = re.compile(r"\|\s*" + r"\s*\|\s*".join(COLUMNS) + r"\s*\|")
 _ROW = re.compile(r"\|((?:[^|]*\|){5}|\s*-?\d+\s*(?:\|.*)?)$")
 _MODE = re.compile(r"- Mode: *(?:CUDAGraphMode\.)?(\w+)\s*$")
 _SIZES = re.compile(r"- Capture sizes: *\[([\d, ]*)\]\s*$")
-_LOG_LINE = re.compile(r"\b(DEBUG|INFO|WARNING|ERROR)\b")
 _METRIC = "cgplan_batches"  # of a runner's metrics, in Prometheus' text format
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
@@ -360,6 +360,12 @@ def _traffic_of(
     first = first_line(text)[1].lstrip()
     if first.startswith("{"):
         document = whole_object(text) or {}
+        kind = document.get("kind", "traffic")
+        if kind != "traffic":
+            raise TrafficError(
+                f"{path} is a saved {kind}, not traffic",
+                remedy="Give requests, counts of steps, or metrics of a runner.",
+            )
         if "kind" in document:
             return _saved(text, path)
         if "batches" in document:  # that a runner's statistics count (``runner.stats.json()``)
@@ -398,7 +404,7 @@ def _note_on(ignored: Iterable[str]) -> Iterator[str]:
 
 
 def _unknown_form(text: str, first: str, path: Path) -> TrafficError:
-    if _LOG_LINE.search(text):
+    if LOG_LINE.search(text):
         return TrafficError(
             f"{path}: the log holds no table of CUDA graph statistics",
             remedy="Run vLLM with --cudagraph-metrics and with its log of statistics on; then it "

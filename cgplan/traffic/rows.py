@@ -20,6 +20,7 @@ from cgplan.errors import CgplanError, TrafficError, did_you_mean
 from cgplan.modes import RUNTIME_MODES, CUDAGraphMode
 from cgplan.traffic.histogram import MOST_BATCHED_TOKENS
 
+LOG_LINE = re.compile(r"\b(DEBUG|INFO|WARNING|ERROR)\b")
 _FILLED = re.compile(r"\S")
 AT_ONCE = 10_000  # rows, which bounds the memory of reading
 R = TypeVar("R", bound=Record)

@@ -30,6 +30,7 @@ from cgplan.planning.plan import Mode
 from cgplan.planning.vllm_log import logged_steps
 from cgplan.traffic.histogram import MOST_BATCHED_TOKENS
 from cgplan.traffic.rows import (
+    LOG_LINE,
     Form,
     R,
     RawRow,
@@ -39,6 +40,7 @@ from cgplan.traffic.rows import (
     json_rows,
     raw_rows,
     sized_rows,
+    whole_object,
 )
 from cgplan.units import counted, format_microseconds, grouped
 
@@ -492,14 +494,14 @@ class StepTimes(Record):
             steps.append(Timed(mode, 0, size, time, is_mixed=is_mixed))
         if steps:
             return _of_runs(steps, median, path, f"the log of vLLM, {path}", [_OF_LOG])
-        if "iteration elapsed time:" in text or "Initializing a V1 LLM engine" in text:
+        is_json = text.lstrip().startswith(("{", "["))
+        if not is_json and LOG_LINE.search(text):
             raise StepTimeError(
-                f"{path}: a log of vLLM without an iteration after its start, or all of them have "
+                f"{path}: a log without an iteration after its start, or all of them have "
                 "speculative tokens",
                 remedy="Run vLLM with --enable-logging-iteration-details, and give the log from "
                 "its first line.",
             )
-        is_json = text.lstrip().startswith(("{", "["))
         rows = raw_rows(text, path, StepTimeError)
         if is_json:
             rows = json_rows(text, path, StepTimeError, REMEDY, _POINTS)
@@ -793,6 +795,9 @@ def _saved(
         found = _SAVED.validate_json(text)
     except ValidationError as error:
         problem = f"{path}: neither a bench report nor step times: {first_problem(error)}"
+        kind = (whole_object(text) or {}).get("kind", "bench")
+        if kind not in ("bench", "step_times"):
+            problem = f"{path} is a saved {kind}, which has no step times"
         raise StepTimeError(problem, remedy=REMEDY) from None
     if isinstance(found, StepTimes):
         return found

@@ -1025,3 +1025,58 @@ def test_what_a_plan_of_several_sizes_refuses(home: Path) -> None:
     (home / "times.csv").write_text("batch,length,microseconds\n1,1,1\n2,2,2\n")
     told = refused(errors.StepTimeError, *sized(home, "--step-times", "times.csv"))
     assert "no times of a full grid" in told
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("plan --vllm --max-num-seqs 256", "--vllm '{}' --max-num-seqs"),
+        ("vllm check --vllm --max-num-seqs 256", "--vllm '{}' --max-num-seqs"),
+        ("plan vllm serve a/b --max-num-seqs 256 --port 80", "a command of vLLM"),
+        ("plan --vllm {} vllm serve a/b", "a command of vLLM"),
+        ("plan --vllm {} --enforce-eager", "leave it out"),
+        ("inspect --vllm {} --enforce-eager", "leave it out"),
+        ("plan --vllm {} --max-num-seqs 100 --max-num-batched-tokens 64", "which vLLM refuses"),
+        ("vllm check --max-num-seqs 100 --max-num-batched-tokens 64", "which vLLM refuses"),
+    ],
+)
+def test_options_of_vllm_that_cannot_be_planned_are_explained(command: str, said: str) -> None:
+    result = cgplan_command(*command.split())
+    assert result.exit_code == 2
+    assert said in unwrapped(result.stderr)
+
+
+def test_as_many_tokens_as_requests_are_planned_for_vllm() -> None:
+    good("plan", "--vllm", "{}", "--max-num-seqs", "64", "--max-num-batched-tokens", "64")
+
+
+@pytest.mark.parametrize(
+    ("option", "error", "said"),
+    [
+        ("--traffic", errors.TrafficError, "made.json is a saved plan, not traffic"),
+        (
+            "--step-times",
+            errors.StepTimeError,
+            "made.json is a saved plan, which has no step times",
+        ),
+    ],
+)
+def test_a_plan_is_neither_traffic_nor_step_times(
+    home: Path, option: str, error: type[errors.CgplanError], said: str
+) -> None:
+    command = use_traffic(home)
+    good(*command, "--output", "made.json")
+    given = [*command, option, "made.json"]
+    if option == "--traffic":
+        given = [*PLAN, "--traffic", "made.json"]
+    assert said in refused(error, *given)
+
+
+def test_a_log_without_steps_is_no_step_times(home: Path) -> None:
+    log = "INFO 11-20 14:02:51 [api_server.py:1772] vLLM API server\nINFO 11-20 14:02:52, a, b\n"
+    (home / "server.log").write_text(log)
+    said = refused(errors.StepTimeError, *use_traffic(home)[:-1], "server.log")
+    assert "server.log: a log without an iteration" in said
+    assert "no table of CUDA graph statistics" in refused(
+        errors.TrafficError, *PLAN, "--traffic", "server.log"
+    )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 from pages import PAGES
 
 from cgplan.optimizer.decisions import MODES
-from cgplan.traffic.files import FORMS
+from cgplan.traffic.files import FORMS, REQUESTS, SHAREGPT, VLLM_LOG, RequestForm
 from cgplan.traffic.rows import Form
 from cgplan.traffic.step_times import MEASURED, TIMELESS, StepForm
 
@@ -20,6 +21,26 @@ COLUMNS = [{*re.findall(r"`(\w[\w ]*)`", row[1])} for row in ROWS if len(row) ==
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
 def test_each_form_of_traffic_has_a_row_with_its_columns(form: Form) -> None:
     assert [names for names in COLUMNS if {*form.required} <= names <= {*form.columns}]
+
+
+@pytest.mark.parametrize("form", REQUESTS, ids=lambda form: form.name)
+def test_the_row_of_a_trace_tells_its_unit_and_the_tokens_of_a_block(
+    form: RequestForm[Any],
+) -> None:
+    two = [row for row in ROWS if len(row) == 2]
+    known = [
+        text
+        for (_, text), names in zip(two, COLUMNS, strict=True)
+        if {*form.required} <= names <= {*form.columns}
+    ]
+    assert ["(ms)" in text for text in known] == [form.microseconds == 1e3]
+    assert re.findall(r"blocks of (\d+) tokens", known[0]) in ([], [str(form.block)])
+
+
+def test_the_tables_of_a_log_and_the_key_of_conversations_are_named() -> None:
+    assert {", ".join(VLLM_LOG.required[:5]), *SHAREGPT.required} <= {
+        *re.findall("`([^`]*)`", TEXT)
+    }
 
 
 @pytest.mark.parametrize("form", MEASURED, ids=lambda form: form.name)

@@ -192,8 +192,8 @@ SAVED = b'{"kind": "traffic", "source": "", "histogram": [%b]}'
         (b"{}\n", "no known column in '{}'", "a Mooncake trace has timestamp"),
         (
             b'{"kind": "plan"}',
-            "not saved traffic: kind: Input should be 'traffic'",
-            "as it was saved",
+            "a saved plan, not traffic",
+            "counts of steps",
         ),
         (b'{"kind": "traffic"}', "histogram: Field required", "as it was saved"),
         (SAVED % b"", "no batch with a count above 0", "with a batch"),
