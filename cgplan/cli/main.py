@@ -63,8 +63,8 @@ class _Plans(TyperGroup):
                 break
             if word == "vllm" and before not in with_value:
                 raise BadParameter(
-                    "that is a command of vLLM: write `cgplan plan --vllm '{}' --max-num-seqs N`, "
-                    "with its options that docs/planning.md lists, For vLLM"
+                    "that is a command of vLLM: give `cgplan plan --vllm '{}'` its options "
+                    "(docs/planning.md, For vLLM)"
                 )
             if word.endswith(YAML) and before not in with_value:
                 args = [*args[:at], "--file", *args[at:]]

@@ -52,6 +52,9 @@ from cgplan.reports.plan_tables import brief, said
 from cgplan.reports.records import BenchReport, parse_report
 from cgplan.units import listed
 
+# of sizes
+LISTS: dict[Engine, int] = {"vllm": 1, "sglang": 2, "trtllm": 2}
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
@@ -89,9 +92,8 @@ def run_plan(
             remedy="Give --step-times FILE, of `cgplan bench --output`; or --assume-default-times.",
         )
     priced = costs_of(loaded, request.costs)
-    lists = int(engine == "vllm" or vllm is not None)
-    if engine in ("sglang", "trtllm"):
-        lists = 2
+    known: Engine | None = engine or ("vllm" if vllm else None)
+    lists = 0 if known is None else LISTS[known]
     if config.dims and (has_traffic or request.costs or request.emit):
         plan = _for_sizes(config, loads, priced, is_emitted=request.emit is not None)
     elif has_traffic:
@@ -104,9 +106,8 @@ def run_plan(
         told = [f"{label}: {text}" for label, text in said(plan)]
         for line in dict.fromkeys((*announcements(plan), *told)):
             note(line)
-    known: Engine | None = "vllm" if vllm and not engine else engine
     if known and are_own_times and not loads.is_on_tape:
-        plan = with_emission(plan, known, parallelism, _doubts(plan))
+        plan = with_emission(plan, known, parallelism)
     shown = _shown(plan, request)
     publish(plan, request.output, as_json=request.as_json, html=request.html, shown=shown)
     missed = (plan.evidence or {}).get("slo_missed")
@@ -116,16 +117,6 @@ def run_plan(
             f"{missed}",
             remedy="Serve fewer requests a replica (--replicas), try bounds that the report "
             "names, or loosen the SLO.",
-        )
-
-
-def _doubts(plan: Plan) -> Iterator[str]:
-    if plan.evidence and Evidence.model_validate(plan.evidence).is_extrapolated:
-        largest = f"compilation.max_cudagraph_capture_size={plan.max_capture_size}"
-        yield (
-            "measure before you paste: `cgplan bench FILE --set "
-            f"{largest} --output bench.json`, or the engine's own benchmark, graphs and eager "
-            "steps of these sizes; then plan again with --step-times"
         )
 
 
@@ -301,11 +292,11 @@ def _for_sizes(
     *,
     is_emitted: bool,
 ) -> Plan:
-    file = loads.files[0][0] if len(loads.files) == 1 else None
-    if not isinstance(file, Path) or is_emitted or not loads.is_recorded:
+    files = [file for file, _ in loads.files]
+    if len(files) != 1 or is_emitted or not loads.is_recorded:
         raise ConfigError(
             "boxes of `dims` are planned for one --traffic FILE with a column for each dimension, "
-            "without --emit, --from-stats, the `traffic` section, --speedup and the like",
+            "without --emit, the `traffic` section, --speedup and the like",
             remedy="Give that, and leave the others out.",
         )
     from cgplan.optimizer.boxes import dims_of, propose_boxes
@@ -315,7 +306,7 @@ def _for_sizes(
     surface = None
     if loads.step_times:
         surface = StepSurface.load(loads.step_times, config.dim_names)
-    sizes = read_sizes(file, dims_of(config))
+    sizes = read_sizes(files[0], dims_of(config), build_plan(config))
     proposal = propose_boxes(config, sizes, surface, priced.costs)
     return proposal.plan.model_copy(update={"machine": priced.machine})
 

@@ -268,10 +268,6 @@ class Evidence(Record):
     step_times: dict[str, Any] | None = None
     unmeasured: float = 0.0
 
-    @property
-    def is_extrapolated(self) -> bool:
-        return self.unmeasured > MOST_UNMEASURED
-
     def as_point(self, name: str) -> LadderPoint:
         """The plan's own figures, as a row beside ladders."""
         # no padding in earlier versions

@@ -621,6 +621,12 @@ class Case:
         if unmeasured > MOST_UNMEASURED:
             beyond = f"{unmeasured:.0%} of the steps in graphs have sizes that were not measured"
             verdict = f"extrapolated, as {beyond}: {verdict}"
+            largest = f"compilation.max_cudagraph_capture_size={plan.max_capture_size}"
+            warnings.insert(
+                0,
+                f"measure first: `cgplan bench FILE --set {largest} --output bench.json`, or the "
+                "engine's own benchmark; then give --step-times",
+            )
         return Evidence(
             traffic_source=run.traffic.source,
             traffic_weight=run.traffic.total,

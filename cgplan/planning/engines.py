@@ -395,18 +395,11 @@ def emit(plan: Plan, engine: Engine, parallelism: Parallelism = ALONE) -> Emissi
     return _vllm(plan) if engine == "vllm" else _trtllm(plan)
 
 
-def with_emission(
-    plan: Plan,
-    engine: Engine,
-    parallelism: Parallelism = ALONE,
-    notes: Iterable[str] = (),
-) -> Plan:
-    """The plan with its emission, and ``notes`` first, if options can ask for its graphs."""
+def with_emission(plan: Plan, engine: Engine, parallelism: Parallelism = ALONE) -> Plan:
+    """The plan with its emission, if options can ask for its graphs."""
     if plan.config.get("dims") or any(key.max_query_len for _, key in plan.keys):
         return plan
-    emission = emit(plan, engine, parallelism)
-    emission = emission.model_copy(update={"notes": (*notes, *emission.notes)})
-    return plan.model_copy(update={"emission": emission})
+    return plan.model_copy(update={"emission": emit(plan, engine, parallelism)})
 
 
 def _vllm(plan: Plan) -> Emission:

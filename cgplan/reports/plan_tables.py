@@ -15,6 +15,7 @@ from rich.text import Text
 from cgplan.modes import CUDAGraphMode
 from cgplan.optimizer.evidence import (
     ASKED_FOR,
+    MOST_UNMEASURED,
     Evidence,
     LadderPoint,
     LoadPoint,
@@ -328,6 +329,9 @@ def _answer(
     whole: bool,
 ) -> Iterator[RenderableType | None]:
     sizes = "; ".join(f"{part.lane}: {describe_sizes(part.sizes)}" for part in evidence.lanes)
+    if plan.config.get("dims"):
+        boxes = [_used(use).partition(": ")[2] for use in evidence.uses]
+        sizes = ", ".join(boxes)
     if len(sizes) > MOST_SIZES and not whole:
         sizes = f"{sizes[:MOST_SIZES].rpartition(', ')[0]}, ...; --verbose shows all"
     rows = [("verdict", evidence.verdict), ("step times", evidence.times_source)]
@@ -472,7 +476,7 @@ def _reasons(evidence: Evidence) -> Iterator[Fact]:
     bounds = f"{eager}with a graph for every size {format_microseconds(expected.bound)}"
     yield "step", f"{format_microseconds(expected.plan)} expected; {bounds}"
     proof = "lower bound reported"
-    if evidence.is_extrapolated:
+    if evidence.unmeasured > MOST_UNMEASURED:
         proof = "extrapolated: most steps in graphs have sizes that were not measured"
     elif evidence.exact:
         proof = "proven: no plan within the limits is better by these times and costs"

@@ -265,28 +265,38 @@ def read_traffic(
     return found.changed(notes=(*found.notes, note))
 
 
-def read_sizes(path: str | Path, dims: Sequence[Dim]) -> SizeCounts:
+def read_sizes(path: str | Path, dims: Sequence[Dim], plan: Plan) -> SizeCounts:
     """Batches from CSV, or one JSON object a line: a column for each of ``dims``, and perhaps
-    ``count`` (``weight``, if a dimension is named count; absent: 1).
+    ``count`` (``weight``, if a dimension is named count; absent: 1). Of one dimension also
+    statistics or metrics of a runner, as in ``read_traffic``.
 
     Raises:
         TrafficError: the file cannot be read, has other columns, holds no batch up to the max of
             its dimensions, or has a wrong row.
     """
-    path = Path(path)
+    text = _text_of(path)
+    path = Path(str(path).rpartition("://")[2])
     most = {dim.name: dim.max for dim in dims}
     names = tuple(most)
     column = "weight" if "count" in most else "count"
     counts: Counter[tuple[int, ...]] = Counter()
     beyond = 0
-    for sizes, count in sized_rows(
-        _text_of(path),
-        path,
-        names,
-        TrafficError,
-        column,
-        (Whole, 1),
-    ):
+    rows: Iterable[tuple[tuple[int, ...], Any]]
+    of_runner = _METRIC in text or "batches" in (whole_object(text) or {})
+    if of_runner and len(names) == 1:
+        seen = _traffic_of(text, path, plan, None)
+        assert isinstance(seen, Traffic)
+        rows = [((shape.num_tokens,), round(weight)) for shape, weight in seen.histogram]
+    else:
+        rows = sized_rows(
+            text,
+            path,
+            names,
+            TrafficError,
+            column,
+            (Whole, 1),
+        )
+    for sizes, count in rows:
         if not all(map(le, sizes, most.values())):
             beyond += count
         elif count:

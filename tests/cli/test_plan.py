@@ -15,6 +15,7 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
+import torch
 from commands import (
     REQUESTS,
     cgplan_command,
@@ -26,6 +27,7 @@ from commands import (
     use_traffic,
 )
 
+import cgplan
 from cgplan import errors
 from cgplan.config import load_config
 from cgplan.optimizer.evidence import PlanCheck
@@ -523,9 +525,25 @@ def test_plan_from_the_metrics_of_a_runner(home: Path) -> None:
         ).exit_code
         == 2
     )
-    assert "--from-stats" in refused(
-        errors.ConfigError, *PLAN, *SIZED, "--from-stats", "metrics.txt"
-    )
+    refused(errors.TrafficError, *PLAN, *SIZED, "--from-stats", "metrics.txt")
+
+
+def test_statistics_of_graphed_become_its_sizes(home: Path) -> None:
+    model = torch.nn.Linear(8, 4).eval()
+    with torch.no_grad():
+        g = cgplan.graphed(model)
+        for size in (1, 3, 5, 7, 3, 5, 5, 7, 12, 3):
+            g(torch.randn(size, 8))
+        runner = g.runners[0]
+        (home / "calls.yaml").write_text(runner.config.model_dump_json())
+        (home / "calls.json").write_text(runner.stats.json())
+        shown = good("plan", "calls.yaml", "--traffic", "calls.json", "--max-graphs", "3").stdout
+        sizes = [int(size) for size in re.search(r"sizes +([\d, ]+)", shown)[1].split(",")]  # type: ignore[index]
+        assert sizes == [5, 7, 12]
+        planned = cgplan.graphed(model, sizes=sizes)
+        for size in sizes:
+            planned.warm_up(torch.randn(size, 8))
+        assert planned(torch.randn(3, 8)).shape == (3, 4)
 
 
 def test_plan_says_whose_step_times_it_uses(home: Path) -> None:
@@ -554,7 +572,7 @@ def test_a_plan_beyond_the_measured_sizes_is_extrapolated_not_proven(home: Path)
         made = good(
             *command[:-1], name, "--emit", "vllm", "--output", "made.json", "--html", "made.html"
         )
-        advice = "measure before you paste: `cgplan bench FILE"
+        advice = "measure first: `cgplan bench FILE"
         assert (advice in unwrapped(made.stderr)) is told
         evidence = load_plan(home / "made.json").evidence
         assert evidence is not None

@@ -21,6 +21,7 @@ from cgplan.traffic.simulation import NO_ADAPTER, Request, RequestTrace
 
 DATA = Path(__file__).parents[1] / "data"
 AZURE = DATA / "azure_llm_code_2023.csv"
+PLAN = build_plan(Config())
 LORA = {"lora": {"max_loras": 4}}
 SPECULATIVE = {"speculative": {"num_speculative_tokens": 1}}
 
@@ -844,7 +845,7 @@ SIZES = (Dim("batch", max=8), Dim("length", max=100))
 )
 def test_batches_of_several_sizes(tmp_path: Path, text: str) -> None:
     (tmp_path / "lengths.csv").write_text(text)
-    found = read_sizes(tmp_path / "lengths.csv", SIZES)
+    found = read_sizes(tmp_path / "lengths.csv", SIZES, PLAN)
     assert (found.names, found.source) == (("batch", "length"), "lengths.csv")
     assert found.counts == {(2, 50): 3, (8, 100): 1}
     assert found.beyond == 5, "batches above a max are counted apart"
@@ -864,13 +865,28 @@ def test_batches_of_several_sizes(tmp_path: Path, text: str) -> None:
 def test_bad_batches_of_several_sizes(tmp_path: Path, text: str, told: str) -> None:
     (tmp_path / "lengths.csv").write_text(text)
     with pytest.raises(TrafficError) as raised:
-        read_sizes(tmp_path / "lengths.csv", SIZES)
+        read_sizes(tmp_path / "lengths.csv", SIZES, PLAN)
     assert told in str(raised.value)
 
 
 def test_a_dimension_may_be_called_count(tmp_path: Path) -> None:
     (tmp_path / "lengths.csv").write_text("count,weight\n3,7\n")
-    assert read_sizes(tmp_path / "lengths.csv", [Dim("count", max=8)]).counts == {(3,): 7}
+    assert read_sizes(tmp_path / "lengths.csv", [Dim("count", max=8)], PLAN).counts == {(3,): 7}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"batches": [[[3, 3, true, 0], 2], [[9, 9, true, 0], 1], [[3, 3, false, 0], 5]]}',
+        'cgplan_batches_total{num_tokens="3",uniform="true"} 7\ncgplan_batches_total{num_tokens="9",uniform="true"} 1\n',
+    ],
+)
+def test_a_runner_counts_batches_of_one_dimension(tmp_path: Path, text: str) -> None:
+    (tmp_path / "stats").write_text(text)
+    found = read_sizes(tmp_path / "stats", [Dim("batch", max=8)], PLAN)
+    assert (found.counts, found.beyond) == ({(3,): 7}, 1)
+    with pytest.raises(TrafficError):
+        read_sizes(tmp_path / "stats", SIZES, PLAN)
 
 
 def test_no_two_forms_have_the_same_columns() -> None:
