@@ -101,7 +101,7 @@ def run_plan(
     else:
         plan = _by_ladder(config, priced, one_list=lists == 1)
     if vllm:
-        plan = plan.model_copy(update={"notes": (*vllm.notes, *plan.notes)})
+        plan = plan.changed(notes=(*vllm.notes, *plan.notes))
     if request.emit or request.as_json:
         told = [f"{label}: {text}" for label, text in said(plan)]
         for line in dict.fromkeys((*announcements(plan), *told)):
@@ -164,7 +164,7 @@ def run_check(
             times = times.model_validate(made.step_times)
         elif times.source != made.times_source:
             other = f"the plan was made with other step times: {made.times_source}"
-            times = times.model_copy(update={"notes": (other, *times.notes)})
+            times = times.changed(notes=(other, *times.notes))
         lists = 2 if made.apart else int(made.one_list)
         rules = {"insurance": made.insurance, "slo": made.slo, "lists": lists}
     sources = _sources(config, loads, plan)
@@ -282,7 +282,7 @@ def _by_ladder(
             "bound the capture alone"
         )
     lint += lint_without_traffic(plan)
-    return plan.model_copy(update={"notes": (note, *plan.notes), "lint": tuple(lint)})
+    return plan.changed(notes=(note, *plan.notes), lint=tuple(lint))
 
 
 def _for_sizes(
@@ -308,7 +308,7 @@ def _for_sizes(
         surface = StepSurface.load(loads.step_times, config.dim_names)
     sizes = read_sizes(files[0], dims_of(config), build_plan(config))
     proposal = propose_boxes(config, sizes, surface, priced.costs)
-    return proposal.plan.model_copy(update={"machine": priced.machine})
+    return proposal.plan.changed(machine=priced.machine)
 
 
 def _for_traffic(
@@ -357,7 +357,7 @@ def _for_traffic(
         if isinstance(source, RequestTrace) and len(source.requests) > LARGE:
             of_first = f"the first plan and higher loads are of its first {LARGE:,} requests"
             notes = (f"{source.source}: {of_first}", *notes)
-    return plan.model_copy(update={"machine": priced.machine, "notes": notes})
+    return plan.changed(machine=priced.machine, notes=notes)
 
 
 # --- traffic and step times -----------------------------------------------------------------------
@@ -388,7 +388,7 @@ def _times_of(
     if environment.driver is not None and machine not in (None, measured_on):
         found = named(machine_changes(machine, measured_on))
         notes.append(f"{subject} were measured on another machine than the costs: {found}")
-    return times.model_copy(update={"notes": tuple(notes)})
+    return times.changed(notes=tuple(notes))
 
 
 def _sources(

@@ -157,14 +157,12 @@ def propose_boxes(
     evidence = case.evidence(BOXES if most is None else most // len(lanes))
     boxes = [(use.size or 0, *use.sizes) for use in evidence.uses]
     plan = plan_of(boxes)
-    plan = plan.model_copy(
-        update={
-            "predicted": costs and costs.of(plan.keys),
-            "config_hash": config_hash(config),
-            "config": capture_config(config),
-            "sizes_source": f"{PLANNED_FOR} {traffic.source}",
-            "evidence": evidence.model_dump(mode="json"),
-        }
+    plan = plan.changed(
+        predicted=costs and costs.of(plan.keys),
+        config_hash=config_hash(config),
+        config=capture_config(config),
+        sizes_source=f"{PLANNED_FOR} {traffic.source}",
+        evidence=evidence.model_dump(mode="json"),
     )
     return Proposal(plan=plan, evidence=evidence)
 
@@ -480,7 +478,7 @@ class _Case:
         """For any traffic."""
         powers = []
         for dim in self._dims:
-            plain = dim.model_copy(update={"sizes": None})
+            plain = dim.changed(sizes=None)
             powers.append(sizes_of(plain))
         found = {"powers of two": _grid(powers)}
         if len(self._dims) == len(EVEN):

@@ -181,7 +181,7 @@ class Planner:
         anew = propose(config, loads, times, **self._rules).evidence
         best = [anew.as_point("planned anew")]
         if graphs and graphs != anew.graphs:
-            as_many = config.model_copy(update={"budget": BudgetConfig(max_graphs=graphs)})
+            as_many = config.changed(budget=BudgetConfig(max_graphs=graphs))
             same = propose(as_many, loads, times, **self._rules).evidence
             best.append(same.as_point(f"best with {graphs}"))
         budget = config.budget
@@ -297,7 +297,7 @@ class Planner:
             if isinstance(source, RequestTrace):
                 for speed in HIGHER_LOADS:
                     load = self._simulated(config, plan, source.hurried(speed))
-                    loads.append(load.model_copy(update={"source": f"{speed:g} times the load"}))
+                    loads.append(load.changed(source=f"{speed:g} times the load"))
             tails = [load.decode_p99() for load in loads]
             self._higher = [*loads[1:], *filter(None, tails)]
         return self._higher
@@ -350,7 +350,7 @@ class Planner:
     ) -> Traffic:
         marked = {"apart": self._apart}
         if isinstance(source, Traffic):
-            return source.model_copy(update=marked)
+            return source.changed(**marked)
         bounds = SchedulerBounds.of(
             plan,
             accepted_tokens=config.speculative.accepted_tokens,
@@ -362,12 +362,12 @@ class Planner:
         if key not in self._known:
             clock = step_clock(plan, self.times, apart=self._apart)
             traffic = simulate(source, bounds, clock)
-            traffic = traffic.model_copy(update=marked)
+            traffic = traffic.changed(**marked)
             assert traffic.service is not None
             run = Run(plan.keys, traffic, self.times)
             known = {"unmeasured": run.unmeasured()}
-            service = traffic.service.model_copy(update=known)
-            traffic = traffic.model_copy(update={"service": service})
+            service = traffic.service.changed(**known)
+            traffic = traffic.changed(service=service)
             self._known[key] = source, traffic
         return self._known[key][1]
 

@@ -166,13 +166,11 @@ def best_case(inputs: PlanInputs) -> Case:
         used = {(use.lane, use.size) for use in run.uses}
         keys = tuple(key for key in keys if (Lane.of(*key), key[1].num_tokens) in used)
     sizes = {descriptor.num_tokens for _, descriptor in keys}
-    plan = inputs.base.model_copy(
-        update={
-            "capture_sizes": tuple(sorted(sizes)),
-            "sizes_source": f"{PLANNED_FOR} {curve.seen.source}",
-            "keys": keys,
-            "predicted": inputs.costs and inputs.costs.of(keys),
-        }
+    plan = inputs.base.changed(
+        capture_sizes=tuple(sorted(sizes)),
+        sizes_source=f"{PLANNED_FOR} {curve.seen.source}",
+        keys=keys,
+        predicted=inputs.costs and inputs.costs.of(keys),
     )
     return Case(plan, inputs, curve, best, run, best_alone)
 
@@ -215,12 +213,8 @@ class PlanInputs:
         """The plan without keys."""
         config = self.config
         plan = build_plan(_with_sizes(config, (config.query_len,)))
-        return plan.model_copy(
-            update={
-                "config_hash": config_hash(config),
-                "config": capture_config(config),
-                "warnings": (),
-            }
+        return plan.changed(
+            config_hash=config_hash(config), config=capture_config(config), warnings=()
         )
 
     @cached_property
@@ -579,13 +573,13 @@ class Case:
     for_slo: bool = False
 
     def with_plan(self, **changed: Any) -> Case:
-        return replace(self, plan=self.plan.model_copy(update=changed))
+        return replace(self, plan=self.plan.changed(**changed))
 
     def proposal(self, **decided: Any) -> Proposal:
         """``decided``: what the evidence says besides."""
         evidence = self._evidence(decided)
         noted = {"evidence": evidence.model_dump(mode="json")}
-        return Proposal(plan=self.plan.model_copy(update=noted), evidence=evidence)
+        return Proposal(plan=self.plan.changed(**noted), evidence=evidence)
 
     def _evidence(self, decided: Mapping[str, Any]) -> Evidence:
         plan = self.plan

@@ -210,7 +210,7 @@ def fitted(
         "file": file,
         "warnings": warnings,
     }
-    return plan.model_copy(update=present)
+    return plan.changed(**present)
 
 
 def machine_changes(old: Machine, new: Machine) -> list[FieldChange]:

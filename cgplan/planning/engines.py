@@ -399,7 +399,7 @@ def with_emission(plan: Plan, engine: Engine, parallelism: Parallelism = ALONE) 
     """The plan with its emission, if options can ask for its graphs."""
     if plan.config.get("dims") or any(key.max_query_len for _, key in plan.keys):
         return plan
-    return plan.model_copy(update={"emission": emit(plan, engine, parallelism)})
+    return plan.changed(emission=emit(plan, engine, parallelism))
 
 
 def _vllm(plan: Plan) -> Emission:
