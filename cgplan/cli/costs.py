@@ -91,7 +91,6 @@ def _check_modes(
     path: str,
     config: Config,
 ) -> None:
-    """Raise ReportError if the report has no graphs of a mode that the plan has."""
     plan = within_count(build_plan(config), config)
     told = {record.mode for record in report.records}
     told.update(mode for mode, _ in uncapturable(report.failed))

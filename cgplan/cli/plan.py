@@ -52,9 +52,6 @@ from cgplan.reports.plan_tables import brief, said
 from cgplan.reports.records import BenchReport, parse_report
 from cgplan.units import listed
 
-# of sizes
-LISTS: dict[Engine, int] = {"vllm": 1, "sglang": 2, "trtllm": 2}
-
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
@@ -93,7 +90,9 @@ def run_plan(
         )
     priced = costs_of(loaded, request.costs)
     known: Engine | None = engine or ("vllm" if vllm else None)
-    lists = 0 if known is None else LISTS[known]
+    lists = 2 if known else 0
+    if known == "vllm":
+        lists = 1
     if config.dims and (has_traffic or request.costs or request.emit):
         plan = _for_sizes(config, loads, priced, is_emitted=request.emit is not None)
     elif has_traffic:

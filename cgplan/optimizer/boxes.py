@@ -211,14 +211,9 @@ class _Case:
             axis=0,
             return_inverse=True,
         )
-        counts = np.bincount(
-            index.ravel(),
-            self._weights,
-        )
-        self._counts = np.asarray(
-            counts,
-            dtype=np.float64,
-        )  # of ``rounded``
+        # of ``rounded``
+        counts = np.bincount(index.ravel(), self._weights)
+        self._counts = counts.astype(np.float64)
 
     def _sizes_of(self, dim: int, most: int) -> Ints:
         """Sizes of the batches in one dimension; of too many those that pad batches least in this
@@ -242,7 +237,7 @@ class _Case:
     def _times(self, boxes: Ints) -> Floats:
         if self.surface is None:
             return _elements(boxes)
-        return np.asarray(self.surface.at(boxes))
+        return self.surface.at(boxes)
 
     def _purse(self, boxes: Ints, most: int) -> Purse:
         """What boxes cost, and the limits."""

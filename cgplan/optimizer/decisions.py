@@ -21,6 +21,7 @@ from cgplan.optimizer.propose import (
     point_of,
     propose,
     use_of,
+    with_sizes,
 )
 from cgplan.planning import Plan, build_plan
 from cgplan.planning.costs import GraphCosts
@@ -82,7 +83,6 @@ class Planner:
         failed, insurance: As in ``PlanInputs``.
         objective: robust, mean or worst.
         any_mode: Whether other modes are weighed.
-        slo: What requests are to get.
         kv_tokens: Tokens that the KV cache holds; None: all.
         kv_token_bytes: Of a token there; 0: not known.
         replicas: Servers that share the requests.
@@ -113,10 +113,10 @@ class Planner:
         self._modes = MODES
         if self._apart or self.times.full_of_decode:  # FULL graphs run decode alone
             self._modes = [mode for mode in MODES if mode.mixed_mode() is not CUDAGraphMode.FULL]
-        self._first: list[Source] = []
-        for source, _ in self.sources:
-            first = source if isinstance(source, Traffic) else source.first(LARGE)
-            self._first.append(first)
+        self._first: list[Source] = [
+            source if isinstance(source, Traffic) else source.first(LARGE)
+            for source, _ in self.sources
+        ]
         self._known: dict[Any, tuple[Source, Traffic]] = {}  # simulated, by the source's id
 
     @property
@@ -134,8 +134,8 @@ class Planner:
         Raises TrafficError where an SLO has no requests.
         """
         slo = self.slo
-        for source, _ in self.sources if slo else ():
-            if isinstance(source, Traffic):
+        for source, _ in self.sources:
+            if slo and isinstance(source, Traffic):
                 raise TrafficError(
                     f"an SLO is about requests, and a load counts steps: {source.source}",
                     remedy="Give --traffic FILE with requests: arrivals, prompts, generated "
@@ -312,13 +312,7 @@ class Planner:
         plan = case.plan
         if config.compilation.key_rules != "vllm_v2" or not plan.capture_sizes:
             return case
-        sizes = with_values(
-            config,
-            "compilation",
-            cudagraph_capture_sizes=plan.capture_sizes,
-            max_cudagraph_capture_size=None,
-        )
-        built = build_plan(sizes)
+        built = build_plan(with_sizes(config, plan.capture_sizes))
         found: dict[str, Any] = {
             "draft_prefill_keys": built.draft_prefill_keys,
             "draft_decode_keys": built.draft_decode_keys,
@@ -348,9 +342,8 @@ class Planner:
         plan: Plan,
         source: Source,
     ) -> Traffic:
-        marked = {"apart": self._apart}
         if isinstance(source, Traffic):
-            return source.changed(**marked)
+            return source.changed(apart=self._apart)
         bounds = SchedulerBounds.of(
             plan,
             accepted_tokens=config.speculative.accepted_tokens,
@@ -361,14 +354,11 @@ class Planner:
         key = (id(source), plan.keys, bounds)
         if key not in self._known:
             clock = step_clock(plan, self.times, apart=self._apart)
-            traffic = simulate(source, bounds, clock)
-            traffic = traffic.changed(**marked)
+            traffic = simulate(source, bounds, clock).changed(apart=self._apart)
             assert traffic.service is not None
             run = Run(plan.keys, traffic, self.times)
-            known = {"unmeasured": run.unmeasured()}
-            service = traffic.service.changed(**known)
-            traffic = traffic.changed(service=service)
-            self._known[key] = source, traffic
+            service = traffic.service.changed(unmeasured=run.unmeasured())
+            self._known[key] = source, traffic.changed(service=service)
         return self._known[key][1]
 
     # --- the mode ---------------------------------------------------------------------------------
@@ -377,7 +367,6 @@ class Planner:
         self,
         config: Config,
     ) -> tuple[Config, Case, list[str]]:
-        """The mode with the shortest steps; of those within 0.1% the one with the fewest graphs."""
         asked = self._case(config, of_first=True)
         found = [(config, asked)]
         for mode in self._modes:
@@ -451,8 +440,8 @@ class Planner:
         case: Case,
         first: Miss,
     ) -> tuple[Case, Miss]:
-        """The plan with the fewest graphs of those tried, by halving, that hold the SLO. If none
-        does, the plan as it is, or one that comes notably nearer.
+        """The fewest graphs of those tried, by halving, that hold the SLO; else the plan as it is,
+        or one that comes notably nearer.
         """
         found = [(case, first)]
 
@@ -571,7 +560,6 @@ class Planner:
         config: Config,
         plan: Plan,
     ) -> Iterator[str]:
-        """What the memory that the plan saves or takes is worth as KV cache."""
         costs = self.costs
         each = self.kv_token_bytes
         if costs is None or not each or plan.predicted is None:

@@ -138,9 +138,9 @@ class Run:
         here: Any,
         sizes: Any,
     ) -> None:
-        self._size[here] = sizes
-        self._time[here] = self._times_in(lane, sizes)
         if sizes.size:
+            self._size[here] = sizes
+            self._time[here] = self._times_in(lane, sizes)
             case = lane.num_active_loras
             self.beyond[here] = sizes > self.times.measured_to(lane.mode, case)
 
@@ -174,8 +174,6 @@ class Run:
         lane: Lane,
         sizes: Any,
     ) -> Any:
-        if not sizes.size:
-            return sizes
         case = lane.num_active_loras
         return self.times.at(lane.mode, sizes, case)
 

@@ -680,9 +680,7 @@ def _with_one_list(
     offers: Sequence[_Offer],
     without: Iterable[Key],
 ) -> Problem:
-    """The problem of one list. Its sizes are those of batches of any lane, that no lane has to do
-    without; whole requests as the key rules have them.
-    """
+    """Its sizes are those of batches of any lane, that no lane has to do without."""
     plan = offers[0].plan
     lanes = tuple(offer.lane for offer in offers)
     stride, whole = list_stride(lanes, plan)

@@ -15,6 +15,7 @@ from collections.abc import (
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -212,7 +213,7 @@ class PlanInputs:
     def base(self) -> Plan:
         """The plan without keys."""
         config = self.config
-        plan = build_plan(_with_sizes(config, (config.query_len,)))
+        plan = build_plan(with_sizes(config, (config.query_len,)))
         return plan.changed(
             config_hash=config_hash(config), config=capture_config(config), warnings=()
         )
@@ -273,7 +274,7 @@ class PlanInputs:
                 found[self.asked] = build_plan(config)
         for name in LADDERS:
             with suppress(PlanError):
-                found[name] = build_plan(_with_sizes(config, name, most))
+                found[name] = build_plan(with_sizes(config, name, most))
         return found
 
     @property
@@ -348,7 +349,7 @@ class PlanInputs:
         return math.isfinite(driver) and bool(paid)
 
 
-def _with_sizes(
+def with_sizes(
     config: Config,
     sizes: str | tuple[int, ...],
     most: int | None = None,
@@ -578,8 +579,8 @@ class Case:
     def proposal(self, **decided: Any) -> Proposal:
         """``decided``: what the evidence says besides."""
         evidence = self._evidence(decided)
-        noted = {"evidence": evidence.model_dump(mode="json")}
-        return Proposal(plan=self.plan.changed(**noted), evidence=evidence)
+        plan = self.plan.changed(evidence=evidence.model_dump(mode="json"))
+        return Proposal(plan=plan, evidence=evidence)
 
     def _evidence(self, decided: Mapping[str, Any]) -> Evidence:
         plan = self.plan
@@ -658,7 +659,7 @@ class Case:
             left_out=_by_lane(self._left_out()),
             failed=_by_lane(inputs.failed.items()),
             insurance=inputs.insurance,
-            other_loads=sum(share for _, share in inputs.insured) - inputs.insurance,
+            other_loads=sum(share for _, share in inputs.beside),
             one_list=inputs.one_list,
             apart=run.traffic.apart,
             loads=tuple(self._loads()),
@@ -667,16 +668,11 @@ class Case:
         )
 
     def _loads(self) -> Iterator[LoadPoint]:
-        others = list(self.inputs.insured)
-        if self.inputs.insurance:
-            others.pop()  # batches that none shows
-        loads = [load for load, _ in (*self.inputs.loads, *others)]
+        loads = [load for load, _ in (*self.inputs.loads, *self.inputs.beside)]
         if len(loads) < 2:
             return
         ladder = self._asked
-        missing: list[float | None] = [None] * len(loads)
-        best = [*self.best_alone, *missing][: len(loads)]
-        for load, alone in zip(loads, best, strict=True):
+        for load, alone in zip_longest(loads, self.best_alone):
             theirs = None
             if ladder is not None:
                 theirs = self.inputs.step(ladder.keys, load)
@@ -739,9 +735,7 @@ class Case:
         return None
 
     def _left_out(self) -> Iterator[tuple[Key, str]]:
-        """Keys of the configured list or ladder that the plan does not have, and why; each is added
-        to the plan by itself.
-        """
+        """Each is added to the plan by itself."""
         asked = self._asked
         for key in asked.keys if asked else ():
             if key not in self.plan.keys:

@@ -216,7 +216,6 @@ def _origins(data: Mapping[str, Mapping[str, Any]], asked: Mapping[str, Any]) ->
 
 
 def _lost(asked: Config, plan: Plan) -> Iterator[str]:
-    """Sentences on the sizes and the maximum that vLLM does not capture, with the reason."""
     given = asked.compilation.cudagraph_capture_sizes
     largest = asked.compilation.max_cudagraph_capture_size
     top, q, tokens = plan.max_capture_size, plan.query_len, plan.max_num_batched_tokens

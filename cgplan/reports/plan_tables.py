@@ -330,8 +330,7 @@ def _answer(
 ) -> Iterator[RenderableType | None]:
     sizes = "; ".join(f"{part.lane}: {describe_sizes(part.sizes)}" for part in evidence.lanes)
     if plan.config.get("dims"):
-        boxes = [_used(use).partition(": ")[2] for use in evidence.uses]
-        sizes = ", ".join(boxes)
+        sizes = ", ".join(_used(use).partition(": ")[2] for use in evidence.uses)
     if len(sizes) > MOST_SIZES and not whole:
         sizes = f"{sizes[:MOST_SIZES].rpartition(', ')[0]}, ...; --verbose shows all"
     rows = [("verdict", evidence.verdict), ("step times", evidence.times_source)]

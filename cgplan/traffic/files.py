@@ -282,7 +282,7 @@ def read_sizes(path: str | Path, dims: Sequence[Dim], plan: Plan) -> SizeCounts:
     counts: Counter[tuple[int, ...]] = Counter()
     beyond = 0
     rows: Iterable[tuple[tuple[int, ...], Any]]
-    of_runner = _METRIC in text or "batches" in (whole_object(text) or {})
+    of_runner = _METRIC in text or '"batches"' in text
     if of_runner and len(names) == 1:
         seen = _traffic_of(text, path, plan, None)
         assert isinstance(seen, Traffic)
@@ -379,9 +379,9 @@ def _traffic_of(
         if "kind" in document:
             return _saved(text, path)
         if "batches" in document:  # that a runner's statistics count (``runner.stats.json()``)
-            counts = {"histogram": document["batches"], "source": "statistics of a runner"}
-            saved = _saved(json.dumps(counts), path)
-            return saved.changed(source=f"{path.name}: {saved.source}")
+            source = f"{path.name}: statistics of a runner"
+            counts = {"histogram": document["batches"], "source": source}
+            return _saved(json.dumps(counts), path)
     elif _HEADER.search(text):
         return log_traffic(text, path, plan)
     elif _METRIC in text:
@@ -525,9 +525,7 @@ def _log_rows(text: str, path: Path) -> Iterator[RawRow]:
 
 
 def _check_shape(shape: StepShape, path: Path, plan: Plan) -> None:
-    """Raise TrafficError for an impossible shape. A runner counts more adapters than max_loras as
-    max_loras + 1.
-    """
+    """A runner counts more adapters than max_loras as max_loras + 1."""
     if shape.uniform and shape.num_tokens != plan.query_len * shape.num_reqs:
         raise TrafficError(
             f"{path}: a uniform batch has {shape.num_tokens} tokens for {shape.num_reqs} requests, "

@@ -41,7 +41,7 @@ class Percentiles(Record):
     p99: float
 
     @classmethod
-    def of(cls, nanoseconds: Iterable[tuple[float, int]]) -> Percentiles:
+    def of(cls, nanoseconds: Iterable[list[int]]) -> Percentiles:
         """Of times and how often each came: the least time that so many do not exceed."""
         times, counts = zip(*sorted(nanoseconds), strict=True)
         return cls._of(times, list(accumulate(counts)))

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_right, insort
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cgplan.errors import TrafficError
 from cgplan.modes import CUDAGraphMode
-from cgplan.planning import CudagraphDispatcher, Plan
-from cgplan.planning.dispatcher import Answer
+from cgplan.planning import Plan
 from cgplan.traffic.histogram import Percentiles, Service, StepShape, Traffic
 
 if TYPE_CHECKING:
@@ -559,13 +558,7 @@ class _Engine:
 
     def service(self, lasted: int) -> Service:
         """What requests and steps took, of the whole run of ``lasted`` nanoseconds."""
-        every: list[tuple[int, int]] = []
-        decodes: list[tuple[int, int]] = []
-        for shape, ran in self.steps.items():
-            length, count = ran
-            every.append((length, count))
-            if shape[2]:
-                decodes.append((length, count))
+        decodes = [ran for shape, ran in self.steps.items() if shape[2]]
         log = self.log
         ttft = Percentiles.of_each(list(map(sub, log.first, log.came)))
         tpot: list[float] = []
@@ -573,7 +566,7 @@ class _Engine:
             if wanted > 1:
                 tpot.append((last - first) / (wanted - 1))
         return Service(
-            step_us=Percentiles.of(every),
+            step_us=Percentiles.of(self.steps.values()),
             decode_us=Percentiles.of(decodes) if decodes else None,
             ttft_us=ttft,
             tpot_us=Percentiles.of_each(tpot) if tpot else None,
@@ -593,41 +586,32 @@ def step_clock(
     """
     import numpy as np  # takes longer than all of planning, and most commands do without
 
-    dispatch = CudagraphDispatcher(plan).dispatch
     decode = plan.max_num_seqs * plan.query_len
     largest = max(plan.max_num_batched_tokens, plan.max_capture_size, decode)
     tokens = np.arange(largest + 1)
-    # batches between two of these sizes run as the larger one does
-    captured = [descriptor.num_tokens for _, descriptor in plan.keys]
-    bounds = sorted({*captured, largest + 1})
+
+    captured = plan.lanes()
+    place = attrgetter("place")
+    lanes = sorted(captured, key=place, reverse=True)
 
     @cache
-    def answer(
-        size: int,
+    def every(
         uniform: bool,
         adapters: int,
-    ) -> Answer:
-        excluded = None
-        if apart:
-            excluded = {CUDAGraphMode.PIECEWISE if uniform else CUDAGraphMode.FULL}
-        return dispatch(
-            size,
-            uniform,
-            adapters,
-            invalid_modes=excluded,
-        )
-
-    @cache
-    def table(mode: CUDAGraphMode, adapters: int) -> Floats:
-        return times.at(mode, tokens, adapters)
+    ) -> Floats:
+        found = times.at(CUDAGraphMode.NONE, tokens, adapters)
+        for lane in lanes:  # the last one runs the batch
+            sizes = captured[lane]
+            if lane.serves(uniform, adapters, apart):
+                fits = tokens[: sizes[-1] + 1]
+                ran = np.array(sizes)[np.searchsorted(sizes, fits)]
+                case = lane.num_active_loras
+                found[: fits.size] = times.at(lane.mode, ran, case)
+        return found
 
     def time(shape: StepShape) -> float:
         size, _, uniform, adapters = shape
-        bound = bounds[bisect_left(bounds, size)]
-        mode, descriptor = answer(bound, uniform, adapters)
-        if mode is not CUDAGraphMode.NONE:
-            size = descriptor.num_tokens
-            adapters = descriptor.num_active_loras
-        return float(table(mode, adapters)[size])
+        found = every(uniform, adapters)
+        return float(found[size])
 
     return time
