@@ -90,9 +90,7 @@ def run_plan(
         )
     priced = costs_of(loaded, request.costs)
     known: Engine | None = engine or ("vllm" if vllm else None)
-    lists = 2 if known else 0
-    if known == "vllm":
-        lists = 1
+    lists = 1 if known == "vllm" else 2 * bool(known)
     if config.dims and (has_traffic or request.costs or request.emit):
         plan = _for_sizes(config, loads, priced, is_emitted=request.emit is not None)
     elif has_traffic:
@@ -164,7 +162,7 @@ def run_check(
         elif times.source != made.times_source:
             other = f"the plan was made with other step times: {made.times_source}"
             times = times.changed(notes=(other, *times.notes))
-        lists = 2 if made.apart else int(made.one_list)
+        lists = 2 * made.apart + made.one_list
         rules = {"insurance": made.insurance, "slo": made.slo, "lists": lists}
     sources = _sources(config, loads, plan)
     from cgplan.optimizer.decisions import Planner  # numpy from here on
@@ -291,8 +289,7 @@ def _for_sizes(
     *,
     is_emitted: bool,
 ) -> Plan:
-    files = [file for file, _ in loads.files]
-    if len(files) != 1 or is_emitted or not loads.is_recorded:
+    if len(loads.files) != 1 or is_emitted or not loads.is_recorded:
         raise ConfigError(
             "boxes of `dims` are planned for one --traffic FILE with a column for each dimension, "
             "without --emit, the `traffic` section, --speedup and the like",
@@ -305,7 +302,7 @@ def _for_sizes(
     surface = None
     if loads.step_times:
         surface = StepSurface.load(loads.step_times, config.dim_names)
-    sizes = read_sizes(files[0], dims_of(config), build_plan(config))
+    sizes = read_sizes(loads.files[0][0], dims_of(config), build_plan(config))
     proposal = propose_boxes(config, sizes, surface, priced.costs)
     return proposal.plan.changed(machine=priced.machine)
 

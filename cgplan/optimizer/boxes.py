@@ -282,8 +282,7 @@ class _Case:
     def _price(self, boxes: Ints) -> Predicted | None:
         if self.costs is None:
             return None
-        keys = self._keys(boxes)
-        return self.costs.of(keys)
+        return self.costs.of(self._keys(boxes))
 
     def _broken(self, boxes: Ints) -> list[PlanLimit]:
         """The limits that these boxes break."""
@@ -316,8 +315,7 @@ class _Case:
         tried = [whole]
         if holds[:, chosen].any(axis=1).all():
             some = boxes[chosen]
-            tight = self._tight(some, self._least)
-            tried = [tight, some, whole]
+            tried = [self._tight(some, self._least), some, whole]
         for found in tried:
             broken = self._broken(found)
             if not broken:

@@ -484,7 +484,6 @@ class Planner:
     ) -> Plan:
         """The plan with what requests get, and why it is as it is."""
         plan = case.plan
-        points = tuple(self._points(config, plan, miss))
         if miss is not None and len(self._requests) > 1:
             notes.append(f"of {len(self._requests)} loads {miss.requests.source}: {miss.text}")
         notes += self._as_kv_cache(config, plan)
@@ -495,7 +494,7 @@ class Planner:
                 "besides; max_graphs counts them, costs and step times do not"
             )
         proposal = case.proposal(
-            service=points,
+            service=tuple(self._points(config, plan, miss)),
             slo=tuple(self.slo),
             slo_missed=None if miss is None or miss.holds else miss.text,
             decisions=tuple(notes),

@@ -610,7 +610,6 @@ class Case:
         asked = next((point for point in ladders if point.name in compared), None)
         if asked is not None:
             warnings += self._memory_grows(price["bytes"], asked)
-        points = map(curve.point, range(1, curve.last() + 1))
         verdict = self._verdict(asked)
         unmeasured = run.unmeasured(~run.missed)
         if unmeasured > MOST_UNMEASURED:
@@ -647,7 +646,7 @@ class Case:
                 LaneSizes(**lane._asdict(), sizes=sizes) for lane, sizes in plan.lanes().items()
             ),
             uses=tuple(use_of(use, run) for use in run.uses),
-            pareto=tuple(points),
+            pareto=tuple(map(curve.point, range(1, curve.last() + 1))),
             ladders=tuple(ladders),
             not_worth=tuple(self._not_worth()),
             notes=tuple(self._notes()),

@@ -282,8 +282,7 @@ def read_sizes(path: str | Path, dims: Sequence[Dim], plan: Plan) -> SizeCounts:
     counts: Counter[tuple[int, ...]] = Counter()
     beyond = 0
     rows: Iterable[tuple[tuple[int, ...], Any]]
-    of_runner = _METRIC in text or '"batches"' in text
-    if of_runner and len(names) == 1:
+    if len(names) == 1 and (_METRIC in text or '"batches"' in text):
         seen = _traffic_of(text, path, plan, None)
         assert isinstance(seen, Traffic)
         rows = [((shape.num_tokens,), round(weight)) for shape, weight in seen.histogram]
@@ -370,14 +369,14 @@ def _traffic_of(
     first = first_line(text)[1].lstrip()
     if first.startswith("{"):
         document = whole_object(text) or {}
-        kind = document.get("kind", "traffic")
-        if kind != "traffic":
+        kind = document.get("kind")
+        if kind == "traffic":
+            return _saved(text, path)
+        if kind:
             raise TrafficError(
                 f"{path} is a saved {kind}, not traffic",
                 remedy="Give requests, counts of steps, or metrics of a runner.",
             )
-        if "kind" in document:
-            return _saved(text, path)
         if "batches" in document:  # that a runner's statistics count (``runner.stats.json()``)
             source = f"{path.name}: statistics of a runner"
             counts = {"histogram": document["batches"], "source": source}
