@@ -357,7 +357,7 @@ class Planner:
             traffic = simulate(source, bounds, clock).changed(apart=self._apart)
             assert traffic.service is not None
             run = Run(plan.keys, traffic, self.times)
-            service = traffic.service.changed(unmeasured=run.unmeasured())
+            service = traffic.service.changed(unmeasured=run.unmeasured)
             self._known[key] = source, traffic.changed(service=service)
         return self._known[key][1]
 

@@ -12,7 +12,7 @@ from cgplan.units import counted
 
 ASKED_FOR = "asked for"
 NO_BATCH = "no batch would run in it"
-MOST_UNMEASURED = 0.5  # share of the steps in graphs, above which a plan is extrapolated
+MOST_UNMEASURED = 0.5  # share of the steps, above which a plan is extrapolated
 PlanLimit = Literal["max_graphs", "memory", "capture_time", "slo"]
 
 
@@ -209,8 +209,7 @@ class Evidence(Record):
         loads: Of several traffics, each; other loads, which are insured, come last.
         other_loads: Share of the steps in what was planned for that are theirs.
         service: Of the plan, of the graphs asked for, and without graphs.
-        unmeasured: Share of the steps in graphs at sizes larger than those whose times were
-            measured.
+        unmeasured: Share of the steps at sizes larger than those whose times were measured.
         decisions: On the mode and the SLO, and what other modes would cost, in sentences.
         slo: What the plan is to hold.
         slo_missed: How the plan misses an SLO that none holds, in words.

@@ -144,13 +144,11 @@ class Run:
             case = lane.num_active_loras
             self.beyond[here] = sizes > self.times.measured_to(lane.mode, case)
 
-    def unmeasured(self, here: Any = ...) -> float:
-        """The share ``beyond`` of these steps; 0 of none."""
-        weights = self.weights[here]
-        if not weights.size:
-            return 0.0
-        beyond = weights @ self.beyond[here]
-        return float(beyond / weights.sum())
+    @property
+    def unmeasured(self) -> float:
+        """The share of the steps ``beyond``."""
+        beyond = self.weights[self.beyond]
+        return float(beyond.sum() / self.weights.sum())
 
     def serves(
         self,

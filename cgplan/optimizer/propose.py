@@ -597,6 +597,16 @@ class Case:
         lost = problem.total_of(self.best.chosen) - lower
         ladders = [self._ladder(name, ladder) for name, ladder in inputs.ladders.items()]
         warnings = [*run.times.warnings, *run.traffic.warnings]
+        doubt = ""
+        if run.unmeasured > MOST_UNMEASURED:
+            beyond = f"{run.unmeasured:.0%} of the steps have sizes that were not measured"
+            doubt = f"extrapolated, as {beyond}: "
+            size = max(plan.max_capture_size, *run.batches.num_tokens.astype(int))
+            largest = f"compilation.max_cudagraph_capture_size={size}"
+            warnings.append(
+                f"measure first: `cgplan bench FILE --set {largest} --output bench.json`, or the "
+                "engine's own benchmark; then give --step-times"
+            )
         unbounded = self._unbounded
         if unbounded:
             names = [f"budget.{name}" for name in unbounded]
@@ -610,17 +620,6 @@ class Case:
         asked = next((point for point in ladders if point.name in compared), None)
         if asked is not None:
             warnings += self._memory_grows(price["bytes"], asked)
-        verdict = self._verdict(asked)
-        unmeasured = run.unmeasured(~run.missed)
-        if unmeasured > MOST_UNMEASURED:
-            beyond = f"{unmeasured:.0%} of the steps in graphs have sizes that were not measured"
-            verdict = f"extrapolated, as {beyond}: {verdict}"
-            largest = f"compilation.max_cudagraph_capture_size={plan.max_capture_size}"
-            warnings.insert(
-                0,
-                f"measure first: `cgplan bench FILE --set {largest} --output bench.json`, or the "
-                "engine's own benchmark; then give --step-times",
-            )
         return Evidence(
             traffic_source=run.traffic.source,
             traffic_weight=run.traffic.total,
@@ -651,8 +650,8 @@ class Case:
             not_worth=tuple(self._not_worth()),
             notes=tuple(self._notes()),
             warnings=(*warnings, *lint(plan, run)),
-            verdict=verdict,
-            unmeasured=unmeasured,
+            verdict=doubt + self._verdict(asked),
+            unmeasured=run.unmeasured,
             unbounded=unbounded,
             padding=run.padding,
             left_out=_by_lane(self._left_out()),

@@ -476,7 +476,7 @@ def _reasons(evidence: Evidence) -> Iterator[Fact]:
     yield "step", f"{format_microseconds(expected.plan)} expected; {bounds}"
     proof = "lower bound reported"
     if evidence.unmeasured > MOST_UNMEASURED:
-        proof = "extrapolated: most steps in graphs have sizes that were not measured"
+        proof = "extrapolated: most steps have sizes that were not measured"
     elif evidence.exact:
         proof = "proven: no plan within the limits is better by these times and costs"
     elif evidence.gap > 1e-6:

@@ -63,13 +63,12 @@ def test_steps_beyond_those_measured_are_a_share() -> None:
     points = {(mode, 0): {1: 5.0, 4: 9.0} for mode in RUNTIME_MODES}
     traffic = Traffic.of({StepShape(4, 4, True): 3, StepShape(100, 4): 1}, "some")
     run = Run(plan_of(seqs=4, tokens=128).keys, traffic, StepTimes.measured(points, "few"))
-    assert run.unmeasured() == 0.25
-    assert run.unmeasured(run.batches.uniform) == 0
-    assert run.unmeasured(run.weights == 0) == 0, "of no step"
+    assert run.unmeasured == 0.25
+    assert run.beyond.tolist() == [False, True]
     without_piecewise = StepTimes.measured(
         {(CUDAGraphMode.NONE, 0): {1: 9.0, 200: 9.0}, (CUDAGraphMode.FULL, 0): {1: 5.0, 90: 6.0}},
         "no PIECEWISE",
     )
     piecewise = [(CUDAGraphMode.PIECEWISE, BatchDescriptor(128))]
-    assert Run(piecewise, traffic, without_piecewise).unmeasured() == 1
-    assert Run([], traffic, without_piecewise).unmeasured() == 0
+    assert Run(piecewise, traffic, without_piecewise).unmeasured == 1
+    assert Run([], traffic, without_piecewise).unmeasured == 0
