@@ -221,24 +221,24 @@ class KernelBatchCopy(BatchCopy):
     def look_at_writes(self) -> None:
         super().look_at_writes()
         self._sizes = []  # bytes
-        self._places = []  # among staged bytes
+        self._offsets = []  # among staged bytes
         self._staged_bytes = 0
         jobs = []
         for target, rows, least in zip(self._targets, self._rows, self._least_rows, strict=True):
             size = target.nbytes(rows)
             self._sizes.append(size)
-            self._places.append(self._staged_bytes)
+            self._offsets.append(self._staged_bytes)
             self._staged_bytes += math.ceil(size / ALIGNMENT) * ALIGNMENT
             jobs.append(target.job(rows, least))
         kernel = self._copier.kernel
         self._arguments = _Arguments(kernel, jobs)
         self._fits_inline = self._staged_bytes <= ARGUMENT_BYTES - _BATCH_BYTES
         if self._fits_inline:
-            self._inline = _Arguments(kernel, jobs, self._places)
+            self._inline = _Arguments(kernel, jobs, self._offsets)
             start = ctypes.addressof(self._inline.memory) + _BATCH_BYTES
-            places = [ctypes.c_void_p(start + place) for place in self._places]
+            addresses = [ctypes.c_void_p(start + offset) for offset in self._offsets]
             sizes = map(ctypes.c_size_t, self._sizes)
-            self._inline_places = list(zip(places, sizes, strict=True))
+            self._inline_addresses = list(zip(addresses, sizes, strict=True))
 
     def run(
         self,
@@ -266,9 +266,9 @@ class KernelBatchCopy(BatchCopy):
         if on_host:
             base = self._copier.blocks.take(self._staged_bytes, stream)
         for index in on_host:
-            place = base + self._places[index]
-            _memcpy(place, sources[index], self._sizes[index])
-            sources[index] = place
+            address = base + self._offsets[index]
+            _memcpy(address, sources[index], self._sizes[index])
+            sources[index] = address
         self._launch(self._arguments, sources, stream)
 
     def _path(
@@ -328,10 +328,10 @@ class KernelBatchCopy(BatchCopy):
             self.run(values, stream)
             return
         base = self._copier.blocks.take(self._staged_bytes, stream)
-        places = [base + place for place in self._places]
-        for place, source, size in zip(places, sources, self._sizes):  # noqa: B905
-            _memcpy(place, source, size)
-        self._launch(self._arguments, places, stream)
+        addresses = [base + offset for offset in self._offsets]
+        for address, source, size in zip(addresses, sources, self._sizes):  # noqa: B905
+            _memcpy(address, source, size)
+        self._launch(self._arguments, addresses, stream)
 
     def _inline_from_host(
         self,
@@ -343,8 +343,8 @@ class KernelBatchCopy(BatchCopy):
         if sources is None:
             self.run(values, stream)
             return
-        for (place, size), source in zip(self._inline_places, sources):  # noqa: B905
-            _memcpy_small(place, source, size)
+        for (address, size), source in zip(self._inline_addresses, sources):  # noqa: B905
+            _memcpy_small(address, source, size)
         self._launch(self._inline, (), stream)
 
     def _reset_padding(self, stream: int) -> None:

@@ -371,7 +371,7 @@ class CapturedKeys:
             warnings=tuple(warnings),
             looked_at=graphs.looked_at,
             started_again=self._capturer.started_again,
-            state=graphs.places,
+            state=graphs.state_records,
             audit=self._audited,
         )
         if guard.active:

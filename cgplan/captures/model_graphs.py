@@ -19,7 +19,7 @@ from cgplan.captures.rehearsal import Rehearsal
 from cgplan.graphs.fingerprint import Fingerprint
 from cgplan.graphs.footprint import look
 from cgplan.graphs.pools import GraphPool, RunnerPools
-from cgplan.graphs.put_back import PutBack
+from cgplan.graphs.put_back import PutBack, copy_limit
 from cgplan.graphs.wrapper import CUDAGraphEntry, CUDAGraphWrapper
 from cgplan.modes import CUDAGraphMode, Key
 from cgplan.piecewise.breaks import any_breaks
@@ -45,7 +45,7 @@ class ModelGraphs(ModelForward):
     """A model's forward with its graphs. It owns all but the model and a given ``pool``.
 
     Attributes:
-        places: What the last captures wrote of the model, and whether it was put back.
+        state_records: What the last captures wrote of the model, and whether it was put back.
         is_alone: No other rank runs the same forwards.
     """
 
@@ -62,7 +62,7 @@ class ModelGraphs(ModelForward):
         super().__post_init__()
         self.outputs = OutputRows(self.config)
         self.looked_at = ""
-        self.places: tuple[StateRecord, ...] = ()
+        self.state_records: tuple[StateRecord, ...] = ()
         self.is_alone = self.ranks is SINGLE_RANK
         self._rehearsal: Rehearsal | None = None
         self._retired: list[tuple[list[Callable[[], bool]], Callable[[], None]]] = []
@@ -114,7 +114,8 @@ class ModelGraphs(ModelForward):
             self.backend.device,
             draws=True,
         )
-        put_back = PutBack(before, self.copy_limit())
+        limit = copy_limit(self.config.compilation, self.backend)
+        put_back = PutBack(before, limit)
         self.use_generators(before.generators)
         self._rehearsal = Rehearsal(self, put_back)
         lost: tuple[type[Exception], ...] = (RuntimeError,)
@@ -137,15 +138,10 @@ class ModelGraphs(ModelForward):
         self.looked_at = put_back.before.summary()
         self._fingerprint = put_back.before.without_draws()
         self._note_written(put_back)
-        places = list[StateRecord]()
-        for path, (nbytes, outcome) in put_back.outcome.items():
-            place = StateRecord(
-                path=path,
-                nbytes=nbytes,
-                kept=outcome,
-            )
-            places.append(place)
-        self.places = tuple(places)
+        self.state_records = tuple(
+            StateRecord(path=path, nbytes=nbytes, kept=kept)
+            for path, (nbytes, kept) in put_back.outcome.items()
+        )
         if not self.scope.is_open:
             self.seal()
 
@@ -153,7 +149,7 @@ class ModelGraphs(ModelForward):
         facts = self.facts
         limit = 0
         if self.real_rows is not None:
-            limit = self.copy_limit()
+            limit = copy_limit(self.config.compilation, self.backend)
         for written in put_back.written.values():
             tensor = written.tensor
             storage = tensor.untyped_storage()
@@ -171,14 +167,6 @@ class ModelGraphs(ModelForward):
             count = nbytes // tensor.itemsize
             whole.set_(storage, 0, (count,), (1,))
             facts.written[written.path] = whole
-
-    def copy_limit(self) -> int:
-        """In bytes."""
-        limit = self.config.compilation.state_copy
-        if limit is None:
-            free = self.backend.memory().free or 4 << 30
-            limit = free // 4
-        return limit
 
     @property
     def copied_bytes(self) -> int:

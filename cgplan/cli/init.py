@@ -72,7 +72,7 @@ def _of_hugging_face(name: str, kwargs: dict[str, Any]) -> str:
     whole = read_config(kwargs.get("config"), kwargs.get("config_file"))
     config = whole.get_text_config(decoder=True)
     words = getattr(config, "vocab_size", 1)
-    places = kwargs.get("max_cache_len", 512)
+    length = kwargs.get("max_cache_len", 512)
     reason = "the target takes one for each row"
     row = (True, ("num_tokens",), "int64")
     tokens = InputGuess(
@@ -87,7 +87,7 @@ def _of_hugging_face(name: str, kwargs: dict[str, Any]) -> str:
         *row,
         f"{reason}; -1: padding",
         -1,
-        (0, places),
+        (0, length),
     )
     return starting_yaml("transformers", kwargs, [tokens, positions])
 

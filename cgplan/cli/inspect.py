@@ -87,8 +87,8 @@ def _key_table(rows: Iterable[Row], path: Path = Path()) -> RenderableType:
 def _split_of(loaded: LoadedConfig) -> RenderableType:
     target, kwargs = loaded.model_for("--split")
     from cgplan.backends import select_backend  # torch from here on
+    from cgplan.measure.doctor import describe_split
     from cgplan.models.loading import load_model
-    from cgplan.runner.session import describe_split
 
     with prints_aside():
         backend = select_backend(loaded.config.device)

@@ -56,7 +56,7 @@ from cgplan.graphs.change_detector import ChangeDetector
 from cgplan.graphs.fingerprint import Fingerprint
 from cgplan.graphs.footprint import look
 from cgplan.graphs.pools import GraphPool
-from cgplan.graphs.put_back import PutBack, version_of
+from cgplan.graphs.put_back import PutBack, copy_limit, version_of
 from cgplan.modes import CUDAGraphMode, Key
 from cgplan.planning import build_plan
 from cgplan.runner.runner import GraphRunner
@@ -827,8 +827,7 @@ class Calls:
     def _warmed_up(self, call: Call) -> tuple[Kind, dict[str, int]]:
         arguments = call.by_name(self._signature)
         before = self._fingerprint({"model": self._model, "arguments": arguments})
-        limit = self.pool.backend.memory().free or 4 << 30
-        kept = PutBack(before, limit)
+        kept = PutBack(before, copy_limit(self._settings.compilation, self.pool.backend))
         failed = list[Exception]()
 
         def first_calls() -> None:

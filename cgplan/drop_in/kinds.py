@@ -295,17 +295,17 @@ class Kind:
             seen = {point.sizes[name] for point in self._points}
             if len(seen) > 1:
                 continue
-            places = set[int]()
+            of_inputs = set[int]()
             for spec in self.specs.values():
                 for at, extent in enumerate(spec.extents):
                     if extent.symbol == name:
-                        places.add(at)
+                        of_inputs.add(at)
             named = set[int]()
             for at, found in enumerate(extents):
                 if found == name:
                     named.add(at)
-            if named & places:
-                for at in named - places:
+            if named & of_inputs:
+                for at in named - of_inputs:
                     extents[at] = shape[at]
         return tuple(extents)
 

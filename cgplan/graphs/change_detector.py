@@ -295,10 +295,10 @@ def _with_those_above(places: Iterable[Place]) -> list[Place]:
 
 
 def _slices(
-    places: list[_Compared],
+    compared: list[_Compared],
     most: int,
 ) -> list[list[_Compared]]:
-    return [places[start : start + most] for start in range(0, len(places), most or 1)]
+    return [compared[start : start + most] for start in range(0, len(compared), most or 1)]
 
 
 def _chunks(
@@ -317,9 +317,9 @@ def _chunks(
     return found
 
 
-def _holds(places: Iterable[_Compared]) -> bool:
+def _holds(compared: Iterable[_Compared]) -> bool:
     try:
-        for container, key, value, tensor in places:
+        for container, key, value, tensor in compared:
             if container[key] is not value:
                 return False
             if tensor is None:

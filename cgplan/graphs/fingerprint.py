@@ -353,7 +353,7 @@ class Fingerprint:
         for step, held in found.contents.items():
             self.contents.setdefault(place.path + step, held)
         self.is_compiled |= found.is_compiled
-        return found.places
+        return found.entries
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -499,9 +499,9 @@ class Fingerprint:
         return lines
 
     def modules(self) -> tuple[list[Place], list[Contents]]:
-        places = [p for p in self.steady() if issubclass(type(p.value), torch.nn.Module)]
+        modules = [p for p in self.steady() if issubclass(type(p.value), torch.nn.Module)]
         held = [held for path, held in self.contents.items() if path.endswith(_STRUCTURE)]
-        return places, held
+        return modules, held
 
     def other_modules(
         self,

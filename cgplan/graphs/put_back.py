@@ -18,7 +18,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from cgplan.backends import GraphBackend
 from cgplan.backends.host_sync import storage_id
+from cgplan.config import CompilationConfig
 from cgplan.graphs.fingerprint import ABSENT, Change, Fingerprint, is_same, is_tensor, is_within
 
 _HOST_COPIES = 1 << 30  # bytes
@@ -128,7 +130,7 @@ class PutBack:
         self.volatile = set[str]()
         self.written: dict[int, Written] = {}
         self._new: dict[int, _New] = {}
-        self._places = self._storages(before)
+        self._state_at = self._storages(before)
         self._unseen: dict[int, Written] = {}  # small state, which only some sizes may write
         self.last: dict[str, Change] = {}
         self._paths = defaultdict[str, _PathChanges](_PathChanges)
@@ -138,7 +140,7 @@ class PutBack:
         self._copied = Counter[Outcome]()  # bytes
         self._keeps_first_use = True
         self.newly_written: list[str] = []
-        for address, (path, tensor) in self._places.items():
+        for address, (path, tensor) in self._state_at.items():
             storage = tensor.untyped_storage()
             is_state = type(tensor) is not torch.nn.Parameter
             if limit and is_state and 0 < storage.nbytes() <= _SMALL:
@@ -240,9 +242,9 @@ class PutBack:
                 continue
             if not address or address in self.written:
                 continue
-            if address in self._places:
+            if address in self._state_at:
                 saved = self._unseen.get(address)
-                self.written[address] = saved or self._saved(*self._places[address], storage)
+                self.written[address] = saved or self._saved(*self._state_at[address], storage)
                 continue
             known = self._new.get(address)
             if known is None or known.reference.expired():
@@ -509,6 +511,18 @@ def _differing(
                 now=change.was,
             )
     return found
+
+
+def copy_limit(
+    compilation: CompilationConfig,
+    backend: GraphBackend,
+) -> int:
+    """Bytes on the device."""
+    limit = compilation.state_copy
+    if limit is None:
+        free = backend.memory().free or 4 << 30
+        limit = free // 4
+    return limit
 
 
 def bytes_of(storage: Any) -> torch.Tensor:

@@ -172,7 +172,7 @@ class Contents:
 
 @dataclass(slots=True)
 class Found:
-    places: list[Inside] = field(default_factory=list)
+    entries: list[Inside] = field(default_factory=list)
     contents: dict[str, Contents] = field(default_factory=dict)
     is_compiled: bool = False  # by torch.compile
 
@@ -182,7 +182,7 @@ class Found:
         key: Any,
         step: str,
     ) -> None:
-        self.places.append(Inside(container, key, step))
+        self.entries.append(Inside(container, key, step))
 
     def add_value(
         self,
@@ -246,28 +246,28 @@ def named_in_class(
     named: dict[str, None],
 ) -> list[Inside]:
     """Methods and attributes of a class that code names."""
-    places = list[Inside]()
+    entries = list[Inside]()
     if layout is None:
-        return places
+        return entries
     wanted = RUN_BY_A_CALL if layout.is_foreign else named
     if layout.names_entered >= len(wanted):
-        return places
+        return entries
     where = Via(layout.kind, _read_in_class, _bind_in_class)
     for name in list(wanted)[layout.names_entered :]:
         if name not in layout.static:
             continue
         value = _function_of(layout.static[name])
         if _is_state(value):
-            places.append(Inside(where, name, f".{name}"))
+            entries.append(Inside(where, name, f".{name}"))
         elif type(value) is types.FunctionType:
-            places.append(Inside(where, name, f".<{name}>"))
+            entries.append(Inside(where, name, f".<{name}>"))
             functions = [value]
             if "super" in names_in(value):
                 functions += _overridden(layout.kind, name)
             for function in functions:
-                places.append(Inside({"": function}, "", ""))
+                entries.append(Inside({"": function}, "", ""))
     layout.names_entered = len(wanted)
-    return places
+    return entries
 
 
 def _overridden(

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
+from cgplan.backends import GraphBackend, select_backend
+from cgplan.captures.failures import drop_locals, explain_eager_failure, raise_caused
 from cgplan.captures.model_graphs import ModelGraphs
+from cgplan.config import Config
+from cgplan.graphs.ambient import random_state_kept
 from cgplan.measure.bench import floor_of
-from cgplan.modes import Key
-from cgplan.reports.records import CoverageRecord, DoctorReport
+from cgplan.modes import CUDAGraphMode, Key
+from cgplan.planning import build_plan
+from cgplan.reports.records import CoverageRecord, DoctorReport, SplitRecord
 from cgplan.runner.auto import timed_keys
 from cgplan.runner.replan import REPEATS, on_padding, time_on_padding
 from cgplan.runner.runner import GraphRunner
@@ -64,3 +69,38 @@ def _time_inside(
             rehearsal.put_back.restore(between_keys=True)
             rounds.append(sum(backend.time_calls(replay, 1)[0][0] for replay in replays))
     return median(rounds)
+
+
+def describe_split(
+    model: Callable[..., Any], config: Config, backend: GraphBackend | None = None
+) -> SplitRecord | None:
+    """The split that a session would report; None without PIECEWISE keys. For a split by operators,
+    the model runs once on padding and is put back, except for a KV cache that padding writes.
+
+    Raises:
+        ConfigError: the model lacks a splitting op or module pattern.
+        CaptureError: the model cannot be traced as one graph.
+        ModelError: the model itself failed.
+    """
+    plan = build_plan(config)
+    piecewise = [key for key in plan.keys if key[0] is CUDAGraphMode.PIECEWISE]
+    if not piecewise:
+        return None
+    if not config.compilation.use_inductor_graph_partition:  # else inductor decides on the split
+        config = config.with_compilation(compiler="eager")
+    graphs = ModelGraphs(plan, config, model, backend or select_backend(config.device))
+    smallest = piecewise[-1]
+    try:
+        graphs.choose_route()
+        if graphs.route.splitter is not None:
+            random = random_state_kept(graphs.backend.device, graphs.generators)
+            with graphs.rehearsing() as rehearsal, random:
+                rehearsal.look(smallest)
+                graphs.warm_up(smallest)
+        return graphs.route.describe()
+    except Exception as error:
+        failure = explain_eager_failure(error, f"{smallest[0]} {smallest[1]}")
+        drop_locals(error)
+        raise_caused(failure, error)
+    finally:
+        graphs.free()

@@ -54,11 +54,11 @@ class _RowLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                 "the cache was used outside the adapter",
                 remedy="Call the adapter, not its inner model.",
             )
-        places = self.slots[:, None, None, None]
+        slots = self.slots[:, None, None, None]
 
         def written(cached: Any, states: Tensor) -> Tensor:
             rows: Tensor = cached[: len(states)]
-            rows.scatter_(2, places.expand_as(states), states)
+            rows.scatter_(2, slots.expand_as(states), states)
             return rows[:, :, : self.max_len]
 
         return written(self.keys, key_states), written(self.values, value_states)
@@ -128,11 +128,11 @@ class RowDecoder(nn.Module):
         for layer in self.cache.layers:
             layer.slots = slots
         # a row that sees nothing gives NaN in some kernels
-        places = positions.clamp(min=0)
-        masks = {kind: self._mask(places, window) for kind, window in self._windows.items()}
+        clamped = positions.clamp(min=0)
+        masks = {kind: self._mask(clamped, window) for kind, window in self._windows.items()}
         output = self.model(
             input_ids=input_ids[:, None],
-            position_ids=places[:, None],
+            position_ids=clamped[:, None],
             attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
             use_cache=True,
             **{self._cache_argument: self.cache},
@@ -142,12 +142,12 @@ class RowDecoder(nn.Module):
         logits: Tensor = output.logits[:, 0]
         return logits
 
-    def _mask(self, places: Tensor, window: int | None) -> Tensor:
+    def _mask(self, positions: Tensor, window: int | None) -> Tensor:
         """[num_tokens, 1, 1, max_cache_len]: True (or 0.0) where a row sees a place."""
-        keys = torch.arange(self.max_cache_len, device=places.device)
-        seen = keys <= places[:, None]
+        keys = torch.arange(self.max_cache_len, device=positions.device)
+        seen = keys <= positions[:, None]
         if window is not None:
-            seen = seen & (keys > places[:, None] - window)
+            seen = seen & (keys > positions[:, None] - window)
         if self._additive:
             dtype = self.model.dtype
             return torch.where(seen, 0.0, torch.finfo(dtype).min).to(dtype)[:, None, None]

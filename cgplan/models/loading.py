@@ -150,11 +150,11 @@ def forward_signature(model: Callable[..., Any]) -> list[ForwardArgument]:
 def find_file(name: str, base_dir: Path | None) -> Path:
     """Absolute path of a file in ``base_dir`` or the current folder. Raises ModelError."""
     folders = (base_dir or Path.cwd(), Path.cwd())
-    places = dict.fromkeys(folder / Path(name).expanduser() for folder in folders)
-    for place in places:
-        if place.is_file():
-            return place.resolve()
-    looked = " and ".join(map(str, places))
+    files = dict.fromkeys(folder / Path(name).expanduser() for folder in folders)
+    for file in files:
+        if file.is_file():
+            return file.resolve()
+    looked = " and ".join(map(str, files))
     raise ModelError(
         f"no file {name}: looked for {looked}",
         remedy="Paths start from the configuration file's folder.",

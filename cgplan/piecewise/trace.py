@@ -321,5 +321,5 @@ def _untraceable(error: Exception) -> CgplanError:
 
 def _user_line(error: BaseException) -> str:
     stack = getattr(error, "real_stack", None) or []
-    places = ((frame.filename, frame.lineno or 0) for frame in reversed(stack))
-    return next(users_lines(places))
+    lines = ((frame.filename, frame.lineno or 0) for frame in reversed(stack))
+    return next(users_lines(lines))

@@ -431,12 +431,9 @@ class GraphRunner:
         batch = self.router.staged(num_tokens, num_reqs, uniform_decode, counts_reqs=counts_reqs)
         route = self.router.route(batch, *flags)
         # not inside another block
-        if self._may_capture(route) and self._use.acquire(False):
-            self._use.thread = get_ident()
-            try:
+        if self._may_capture(route) and not self._use.thread:
+            with self._held():
                 self._capture_for(route)
-            finally:
-                self._use.release()
             route = self.router.route(batch, *flags)
         staged = StagedBuffers(self._launcher, self._new_call(route, None))
         self._handed.add(staged)

@@ -7,23 +7,21 @@ from collections.abc import Callable, Collection
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
-from cgplan.backends import GraphBackend, select_backend
+from cgplan.backends import GraphBackend
 from cgplan.captures.audit import prove
 from cgplan.captures.budget import fitting
 from cgplan.captures.captured_keys import CapturedKeys, Progress
-from cgplan.captures.failures import drop_locals, explain_eager_failure, raise_caused
+from cgplan.captures.failures import drop_locals
 from cgplan.captures.model_forward import BeforeKey, State
 from cgplan.captures.model_graphs import ModelGraphs, RealRows
 from cgplan.captures.rank_sync import SINGLE_RANK, RankSync
 from cgplan.config import Config
 from cgplan.errors import CaptureMemoryError, CgplanError, ConfigError, PlanError
-from cgplan.graphs.ambient import random_state_kept
 from cgplan.graphs.pools import GraphPool, PoolUse
-from cgplan.modes import CUDAGraphMode, Key
+from cgplan.modes import Key
 from cgplan.piecewise.routes import SplitRoute
-from cgplan.planning import Plan, build_plan, config_hash
+from cgplan.planning import Plan, config_hash
 from cgplan.planning.build import refuse_auto
-from cgplan.reports.records import SplitRecord
 from cgplan.runner.runner import GraphRunner
 
 
@@ -203,38 +201,3 @@ class CaptureSession:
             prove(graphs, twin.graphs)
         finally:
             twin.close()
-
-
-def describe_split(
-    model: Callable[..., Any], config: Config, backend: GraphBackend | None = None
-) -> SplitRecord | None:
-    """The split that a session would report; None without PIECEWISE keys. For a split by operators,
-    the model runs once on padding and is put back, except for a KV cache that padding writes.
-
-    Raises:
-        ConfigError: the model lacks a splitting op or module pattern.
-        CaptureError: the model cannot be traced as one graph.
-        ModelError: the model itself failed.
-    """
-    plan = build_plan(config)
-    piecewise = [key for key in plan.keys if key[0] is CUDAGraphMode.PIECEWISE]
-    if not piecewise:
-        return None
-    if not config.compilation.use_inductor_graph_partition:  # else inductor decides on the split
-        config = config.with_compilation(compiler="eager")
-    graphs = ModelGraphs(plan, config, model, backend or select_backend(config.device))
-    smallest = piecewise[-1]
-    try:
-        graphs.choose_route()
-        if graphs.route.splitter is not None:
-            random = random_state_kept(graphs.backend.device, graphs.generators)
-            with graphs.rehearsing() as rehearsal, random:
-                rehearsal.look(smallest)
-                graphs.warm_up(smallest)
-        return graphs.route.describe()
-    except Exception as error:
-        failure = explain_eager_failure(error, f"{smallest[0]} {smallest[1]}")
-        drop_locals(error)
-        raise_caused(failure, error)
-    finally:
-        graphs.free()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping
-from threading import get_ident
 from types import TracebackType
 from typing import Any
 
@@ -67,11 +66,8 @@ class StagedBuffers(Mapping[str, Tensor]):
                 remedy="Call runner.stage(...) again.",
             )
         use = launcher.use
-        # as take and take_stream, which are slower
-        if use.acquire(False):
-            use.thread = get_ident()
-        else:
-            use.take(launcher.name)
+        use.take(launcher.name)
+        # as take_stream, which is slower
         if use.stream != launcher.stream() or use.user is not launcher.name:
             try:
                 launcher.take_stream()
@@ -107,9 +103,7 @@ class StagedBuffers(Mapping[str, Tensor]):
                     self._output = call.output()
         finally:
             self._entered = None
-            use = launcher.use
-            use.thread = 0
-            use.unlock()
+            launcher.use.release()
         last = launcher.last_staged
         launcher.last_staged = self
         if last is not None and last is not self:

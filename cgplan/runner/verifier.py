@@ -29,7 +29,7 @@ from cgplan.captures.failures import explain_eager_failure, raise_caused
 from cgplan.captures.model_graphs import ModelGraphs
 from cgplan.errors import NumbersError
 from cgplan.graphs.fingerprint import Change, Fingerprint
-from cgplan.graphs.put_back import PutBack
+from cgplan.graphs.put_back import PutBack, copy_limit
 from cgplan.modes import BatchDescriptor, CUDAGraphMode, Key
 from cgplan.reports.records import VerifyRecord
 from cgplan.runner.prepared import NEVER, Due, PreparedCall, Values
@@ -113,7 +113,7 @@ class Verifier:
         """Compare a batch in the static buffers. ``leaves``: the state of the answer stays."""
         graphs = self._graphs
         held = _COPIES * sum(tensor.nbytes for tensor in graphs.facts.written.values())
-        if held > graphs.copy_limit():
+        if held > copy_limit(graphs.config.compilation, graphs.backend):
             why = f"{held} bytes for copies of state are more than compilation.state_copy"
             return _unverified(call, why, leaves=leaves), None
         as_captured = graphs.ambient._replace(

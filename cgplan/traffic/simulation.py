@@ -261,9 +261,9 @@ class _Rank:
         self.max_loras = NEVER if bounds.max_loras is None else bounds.max_loras
         self.kv_tokens = bounds.kv_tokens or NEVER
         self.tokens_a_step = bounds.accepted_tokens or bounds.query_len
-        self.places = bounds.max_num_seqs
+        self.slots = bounds.max_num_seqs
         if bounds.mixes:
-            self.places = -(-bounds.max_num_batched_tokens // bounds.query_len)
+            self.slots = -(-bounds.max_num_batched_tokens // bounds.query_len)
         self.waiting: deque[int] = deque()  # indices of requests, ascending
         self.longest_wait = 0
         self.last_admission = 0  # but for preempted ones
@@ -389,7 +389,7 @@ class _Rank:
                     self.adapters[request.adapter] -= 1
                     if not self.adapters[request.adapter]:
                         del self.adapters[request.adapter]
-            while self.standby and len(decoding) < self.places:
+            while self.standby and len(decoding) < self.slots:
                 index = self.standby.popleft()
                 request = requests[index]
                 more = request.generated_tokens - 1
