@@ -207,22 +207,6 @@ class GraphBackend(ABC):
     def num_nodes(self, graph: Graph) -> int | None:
         """Kernels, or operators on the tape; None if unknown."""
 
-    @abstractmethod
-    def logging_operators(self) -> AbstractContextManager[object]:
-        """Captures inside note operators in their graphs' ``launches``."""
-
-    @abstractmethod
-    def nodes(self, graph: Graph) -> GraphNodes:
-        """Raises BackendError where nodes cannot be read."""
-
-    @abstractmethod
-    def blocks(self) -> list[Block]:
-        """Memory reserved for tensors of all backends."""
-
-    @abstractmethod
-    def memory_at(self, address: int) -> MemoryKind | None:
-        """At an address outside of ``blocks``; None for no memory."""
-
     def notes(self, graph: Graph) -> tuple[str, ...]:  # noqa: ARG002
         """For the report."""
         return ()
@@ -261,14 +245,6 @@ class GraphBackend(ABC):
     @abstractmethod
     def release_cached(self) -> None: ...
 
-    @abstractmethod
-    def time_calls(
-        self, call: Callable[[], object], repeats: int, *, queued: bool = False
-    ) -> tuple[Sequence[float], Sequence[float]]:
-        """Device and host microseconds of each call. Device time begins when the idle device gets
-        the call or, ``queued``, when it ends the call before.
-        """
-
     @contextmanager
     def capturing(self, graph: Graph) -> Iterator[None]:
         """``begin`` and ``end``, or ``abort``. Raises SealedError where ``capture_allowed`` forbids
@@ -287,6 +263,40 @@ class GraphBackend(ABC):
                 self.end(graph)
         finally:
             torch.clear_autocast_cache()
+
+    # --- for bench and audits ---------------------------------------------------------------------
+
+    def time_calls(
+        self,
+        call: Callable[[], object],
+        repeats: int,
+        *,
+        queued: bool = False,  # noqa: ARG002
+    ) -> tuple[Sequence[float], Sequence[float]]:
+        """Device and host microseconds of each call. Device time begins when the idle device gets
+        the call or, ``queued``, when it ends the call before.
+        """
+        times = list[float]()
+        for _ in range(repeats):
+            start = perf_counter_ns()
+            call()
+            times.append((perf_counter_ns() - start) / 1e3)
+        return times, times
+
+    def logging_operators(self) -> AbstractContextManager[object]:
+        """Captures inside note operators in their graphs' ``launches``."""
+        return nullcontext()
+
+    def nodes(self, graph: Graph) -> GraphNodes:  # noqa: ARG002
+        raise BackendError(f"the graphs of {self.name} cannot be read", remedy="Set audit: off.")
+
+    def blocks(self) -> list[Block]:
+        """Memory reserved for tensors of all backends."""
+        return []
+
+    def memory_at(self, address: int) -> MemoryKind | None:  # noqa: ARG002
+        """At an address outside of ``blocks``; None for no memory."""
+        return "host"
 
 
 @contextmanager

@@ -5,9 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import threading
-import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,7 +29,7 @@ from cgplan.backends.backend import (
     tensor_on,
 )
 from cgplan.backends.capture_answers import ALL_OTHERS, answering
-from cgplan.backends.graph_nodes import Block, GraphNodes, Launch, MemoryKind
+from cgplan.backends.graph_nodes import Block, GraphNodes, Launch
 from cgplan.backends.host_sync import as_written, host_guard
 from cgplan.backends.replacing import replaced
 from cgplan.backends.tape_pool import TapePool
@@ -181,9 +180,6 @@ class TapeBackend(GraphBackend):
                 found.append(reserved)
         return found
 
-    def memory_at(self, address: int) -> MemoryKind | None:  # noqa: ARG002
-        return "host"
-
     def notes(self, graph: TapeGraph) -> tuple[str, ...]:
         return graph.notes
 
@@ -240,20 +236,6 @@ class TapeBackend(GraphBackend):
     def release_cached(self) -> None:
         for pool in list(self._own_pools):
             self._trim(pool)
-
-    def time_calls(
-        self,
-        call: Callable[[], object],
-        repeats: int,
-        *,
-        queued: bool = False,  # noqa: ARG002  (nothing is ever queued)
-    ) -> tuple[Sequence[float], Sequence[float]]:
-        times = []
-        for _ in range(repeats):
-            start = time.perf_counter_ns()
-            call()
-            times.append((time.perf_counter_ns() - start) / 1e3)
-        return times, times
 
     def _stop(self, graph: TapeGraph) -> Tape:
         assert graph.under_way is not None, "no capture is under way in this graph"

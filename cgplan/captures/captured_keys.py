@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -53,6 +54,33 @@ class CaptureProgress:
 Progress = Callable[[CaptureProgress], None]
 
 
+class _Policy(NamedTuple):
+    """What start-up and service do differently.
+
+    Attributes:
+        expected: Errors that cost a key its graph; others are raised.
+        remembers: Such a key is in ``failed``; else the budget ends captures.
+        keeps_graphs: So each key has warm-ups; else all may start again.
+    """
+
+    expected: tuple[type[CgplanError], ...]
+    remembers: bool
+    keeps_graphs: bool
+
+
+_START_UP = _Policy(
+    (),
+    remembers=False,
+    keeps_graphs=False,
+)
+_WITHIN_BUDGET = _START_UP._replace(expected=(CaptureMemoryError, RankFailedError))
+_IN_SERVICE = _Policy(
+    (CaptureError, ModelError, ConfigError),
+    remembers=True,
+    keeps_graphs=True,
+)
+
+
 @dataclass(eq=False, repr=False)
 class CapturedKeys:
     """The keys of a model that have graphs, and those that could not be captured.
@@ -60,7 +88,6 @@ class CapturedKeys:
     Args:
         graphs: Its ``plan`` is what is captured now.
         wanted: What of ``asked`` may be captured.
-        before: Device memory ahead of the captures.
         prove: By a second capture of a plan, for ``audit: prove``.
 
     Attributes:
@@ -97,7 +124,7 @@ class CapturedKeys:
                 key[0] is CUDAGraphMode.FULL,
             )
         )
-        self._in_service = False
+        self._policy = _WITHIN_BUDGET if self.guard.active else _START_UP
         self._loaded_bytes: int | None = None  # of kernels
         self._workspace_bytes: int | None = None  # None: nothing was captured
         self._seconds = 0.0
@@ -121,7 +148,7 @@ class CapturedKeys:
         if self.keys:
             addresses.check(key or self.keys[0], again=True)
 
-    # --- at start-up, and later -------------------------------------------------------------------
+    # --- at start-up, and later: captures, memory, audit, report ----------------------------------
 
     def start_up(
         self,
@@ -130,36 +157,20 @@ class CapturedKeys:
     ) -> None:
         """Raises as CaptureSession.run, and AuditError."""
         graphs = self.graphs
-        backend = graphs.backend
         if keys:
-            with (
-                span("capture session"),
-                graphs.rehearsing() as rehearsal,
-                backend.session(),
-                torch.no_grad(),
-            ):
-                try:
-                    with self.guard.timed():
-                        self.capture_all(keys)
-                    self._capturer.refuse_uncomputed()
-                except BaseException:
-                    rehearsal.put_back.forget_captures()
-                    raise
-                if graphs.real_rows is not None:
-                    graphs.buffers.fill_padding()
-                graphs.buffers.refill()
-                backend.synchronize()
-        self._in_service = True
+            with graphs.first_captures(), self.guard.timed():
+                self.capture_all(keys)
+                self._capturer.refuse_uncomputed()
+        self._policy = _IN_SERVICE
         self.ranks.end()
         self._seconds = time.perf_counter() - began
-        if keys and not self._records and not self.graphs.on_demand:
+        if keys and not self._records and not graphs.on_demand:
             graphs.allocate_buffers(())
-        backend.release_cached()
+        self._note_workspace()
+        backend = graphs.backend
         taken = driver_bytes(backend, self.before, backend.memory())
         if taken is not None:
             self._loaded_bytes = taken - self._driver_bytes()
-        if self._records:
-            self._note_workspace()
         graphs.seal()
         self._audit_if_asked()
         self._note_captured()
@@ -173,7 +184,7 @@ class CapturedKeys:
         renew: bool = False,
     ) -> tuple[Key, ...]:
         """Capture wanted keys that have not failed, the largest first; returns those that have
-        graphs then. Failures of captures are remembered; AuditError is raised.
+        graphs then. Raises AuditError.
         """
         start = time.perf_counter()
         new: tuple[Key, ...] = ()
@@ -190,9 +201,7 @@ class CapturedKeys:
                 self.capture_all(new)
                 if self._records.keys().isdisjoint(new):
                     rehearsal.put_back.forget_captures()
-                if self._workspace_bytes is None and self._records:
-                    self.graphs.backend.release_cached()
-                    self._note_workspace()
+            self._note_workspace()
             self._audit_if_asked()
         except AuditError:
             self._evict(new)
@@ -220,10 +229,8 @@ class CapturedKeys:
     # --- the loop ---------------------------------------------------------------------------------
 
     def capture_all(self, keys: Sequence[Key]) -> None:
-        """At start-up the budget ends the loop, and failures raise, but for a lack of memory within
-        a budget; in service they are remembered. See Note [Giving a key up].
-        """
-        in_service = self._in_service
+        """See Note [Giving a key up]."""
+        policy = self._policy
         pools = self.graphs.pools
         pool_bytes = pools.nbytes
         waiting = list(keys)
@@ -232,47 +239,47 @@ class CapturedKeys:
         while waiting:
             key = waiting.pop(0)
             if key not in served and not self.guard.allows(key):
-                if not in_service:
-                    return
+                if not policy.remembers:
+                    break
                 self._remember_refusal(key)
                 continue
             if self.progress is not None:
                 total = done + 1 + len(waiting)
                 self.progress(CaptureProgress(done, total, *key))
             done += 1
-            found = self._capture_one(key, 0 if in_service else len(waiting))
+            found = self._capture_one(key, 0 if policy.remembers else len(waiting))
             if isinstance(found, GraphRecord):
                 self.history.append(found)
                 pool_bytes += found.pool_growth
                 continue
-            if found is Next.START_AGAIN:
-                assert not in_service, "captures in service have warm-ups"
-                waiting = [*capture_order(self._records), key, *waiting]
-                self._free_all()
-                done = 0
-                continue
-            self._give_up(key)
             captured = capture_order(self._records)
-            has_grown = pools.is_private and pools.nbytes > pool_bytes
-            if not in_service or (captured and has_grown):
-                self._free_all()
-                self.ranks.dropped()
-                done = 0
-                if in_service:
-                    served.update(captured)
-                    waiting = [*captured, *waiting]
-                elif captured:
-                    waiting = list(captured)
+            if found is Next.START_AGAIN:
+                assert not policy.keeps_graphs, "captures in service have warm-ups"
+                waiting = [*captured, key, *waiting]
+            elif policy.keeps_graphs:
+                if not captured or not pools.is_private or pools.nbytes <= pool_bytes:
+                    pool_bytes = pools.nbytes
+                    continue
+                served.update(captured)
+                waiting = [*captured, *waiting]
+            elif captured:
+                waiting = list(captured)
+            self._free_all()
+            self.ranks.dropped()
             pool_bytes = pools.nbytes
+            done = 0
+        if self.graphs.real_rows is not None:
+            self.graphs.buffers.fill_padding()
 
     def _capture_one(
         self,
         key: Key,
         remaining: int,
     ) -> GraphRecord | Next:
+        policy = self._policy
         try:
             with span(f"{key[0]} {key[1]}", num_tokens=key[1].num_tokens) as shown:
-                found = self._capturer.capture(key, in_service=self._in_service)
+                found = self._capturer.capture(key, keeps_others=policy.keeps_graphs)
                 if isinstance(found, Next):
                     return found
                 for name in ("pool_growth", "driver_bytes", "nodes", "graphs"):
@@ -280,23 +287,19 @@ class CapturedKeys:
             self._records[key] = found
             if self.guard.keeps(key, remaining):
                 return found
-            if self._in_service:
+            if policy.remembers:
                 self._remember_refusal(key)
-        except BaseException as error:
-            expected: tuple[type[CgplanError], ...] = ()
-            if self._in_service:
-                expected = (CaptureError, ModelError, ConfigError)
-            elif self.guard.active:
-                expected = (CaptureMemoryError, RankFailedError)
-            if not isinstance(error, expected):
-                if self._in_service:
-                    self._give_up(key)
-                raise
+        except policy.expected as error:
             drop_locals(error)
-            if self._in_service:
+            if policy.remembers:
                 self._remember(key, type(error).__name__, error.message)
             else:
                 self.guard.ran_out(key, error)
+        except BaseException:
+            if policy.keeps_graphs:
+                self._give_up(key)
+            raise
+        self._give_up(key)
         return Next.GIVE_UP
 
     def _remember_refusal(self, key: Key) -> None:
@@ -326,6 +329,12 @@ class CapturedKeys:
         return sum(record.driver_bytes or 0 for record in self._records.values())
 
     def _note_workspace(self) -> None:
+        """Once, after the first captures."""
+        if self._workspace_bytes is not None:
+            return
+        self.graphs.backend.release_cached()
+        if not self._records:
+            return
         self._workspace_bytes = 0
         if self.graphs.backend.counts_driver_bytes:
             outside = self.guard.outside_bytes() - self.graphs.buffers.nbytes

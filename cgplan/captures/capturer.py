@@ -47,7 +47,7 @@ _STOPPED = (
 
 
 class Next(Enum):
-    """After an attempt without a graph: the key again, all keys with warm-ups, or others."""
+    """After an attempt without a graph; all start again with warm-ups."""
 
     TRY_AGAIN = auto()
     START_AGAIN = auto()
@@ -95,7 +95,7 @@ class _Attempt:
     """``before``: None until the capture begins, after warm-ups."""
 
     key: Key
-    in_service: bool
+    keeps_others: bool
     began: _Clock  # before earlier attempts
     warm_ups: int = 0
     before: _Readings | None = None
@@ -148,18 +148,18 @@ class Capturer:
         self._quiet_keys = 0  # in a row
         self._may_be_uncomputed = False
 
-    def capture(self, key: Key, *, in_service: bool = False) -> GraphRecord | Next:
-        """``in_service``: a failure leaves other keys as they are. Raises CaptureError; ModelError
-        if the model failed before its capture.
+    def capture(self, key: Key, *, keeps_others: bool = False) -> GraphRecord | Next:
+        """``keeps_others``: graphs of other keys stay, so this one has warm-ups. Raises
+        CaptureError; ModelError if the model failed before its capture.
         """
         refuse_forbidden_capture(f"the graph for {key[0]} {key[1]}")
         self._graphs.addresses.is_outdated = True
-        self._all_need_warm_up |= in_service
+        self._all_need_warm_up |= keeps_others
         began = _Clock.now()
         found: GraphRecord | Next = Next.TRY_AGAIN
         with self._graphs.rehearsing() as rehearsal:
             while found is Next.TRY_AGAIN:
-                found = self._try(rehearsal, _Attempt(key, in_service, began))
+                found = self._try(rehearsal, _Attempt(key, keeps_others, began))
                 rehearsal.put_back.restore(between_keys=True)
         return found
 
@@ -222,7 +222,7 @@ class Capturer:
             capturing=has_begun,
             free=graphs.backend.memory().free,
             host_sync=None if found is None else found.host_sync,
-            all_freed=not attempt.in_service,
+            all_freed=not attempt.keeps_others,
         )
         looks_again = rehearsal.forget_look(mode, failure if has_begun else None)
         # a verdict of ours stands after a warm-up, too

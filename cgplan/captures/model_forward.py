@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,6 @@ from cgplan.config import Config
 from cgplan.errors import ConfigError, InputError
 from cgplan.graphs.ambient import AmbientState
 from cgplan.graphs.fingerprint import Fingerprint, is_within
-from cgplan.graphs.put_back import PutBack
 from cgplan.graphs.wrapper import CUDAGraphWrapper
 from cgplan.modes import BatchDescriptor, CUDAGraphMode, Key
 from cgplan.piecewise.routes import SplitRoute
@@ -91,10 +90,7 @@ class ModelForward:
     """How a model is run: with the rows of its static buffers, eagerly or through its wrappers.
 
     Attributes:
-        on_demand: Buffers are made as needed.
         roots: The objects whose state counts, by name.
-        route: ``ModelGraphs.choose_route`` sets it.
-        wrapper: Of FULL graphs; the same.
     """
 
     plan: Plan
@@ -138,7 +134,14 @@ class ModelForward:
                 )
         self.addresses = AddressChecks(self.roots, backend.device, policy)
         self.ambient = AmbientState.now(backend.device.type)
-        self._fingerprint: Fingerprint | None = None  # after the last rehearsal
+
+    def use_route(self, route: SplitRoute) -> None:
+        self.route = route
+        self.wrapper = CUDAGraphWrapper(
+            route.whole,
+            CUDAGraphMode.FULL,
+            backend=self.backend,
+        )
 
     # --- buffers ----------------------------------------------------------------------------------
 
@@ -175,11 +178,6 @@ class ModelForward:
             self.padded_reqs(descriptor),
         )
 
-    def fingerprint(self) -> Fingerprint:
-        if self._fingerprint is not None and not self._fingerprint.changes():
-            return self._fingerprint
-        return Fingerprint.of(self.roots, self.backend.device)
-
     def use_generators(self, found: Iterable[torch.Generator]) -> None:
         known = set(map(number_of, self.generators))
         for generator in found:
@@ -188,19 +186,6 @@ class ModelForward:
                 self.backend.register_generator(generator)
 
     # --- runs -------------------------------------------------------------------------------------
-
-    @contextmanager
-    def in_context(self, key: Key) -> Iterator[None]:
-        """A block in the context of ``before_key``."""
-        if self.before_key is None:
-            yield
-            return
-        put_back = PutBack(self.fingerprint(), 0)
-        try:
-            self.before_key(*key, self.views(key[1]))
-            yield
-        finally:
-            put_back.restore_python(())
 
     def runs_python_again(self, mode: CUDAGraphMode) -> bool:
         """Whether a replay runs Python between wrappers."""

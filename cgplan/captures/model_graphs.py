@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch.nn.utils import parametrize
 
+from cgplan.backends.backend import span
 from cgplan.backends.replacing import replaced
 from cgplan.buffers.outputs import OutputRows
 from cgplan.buffers.static import Tensors
@@ -20,7 +21,7 @@ from cgplan.graphs.fingerprint import Fingerprint
 from cgplan.graphs.footprint import look
 from cgplan.graphs.pools import GraphPool, RunnerPools
 from cgplan.graphs.put_back import PutBack, copy_limit
-from cgplan.graphs.wrapper import CUDAGraphEntry, CUDAGraphWrapper
+from cgplan.graphs.wrapper import CUDAGraphEntry
 from cgplan.modes import CUDAGraphMode, Key
 from cgplan.piecewise.breaks import any_breaks
 from cgplan.piecewise.routes import SplitRoute, choose_route
@@ -45,7 +46,6 @@ class ModelGraphs(ModelForward):
     """A model's forward with its graphs. It owns all but the model and a given ``pool``.
 
     Attributes:
-        state_records: What the last captures wrote of the model, and whether it was put back.
         is_alone: No other rank runs the same forwards.
     """
 
@@ -65,23 +65,22 @@ class ModelGraphs(ModelForward):
         self.state_records: tuple[StateRecord, ...] = ()
         self.is_alone = self.ranks is SINGLE_RANK
         self._rehearsal: Rehearsal | None = None
+        self._fingerprint: Fingerprint | None = None  # after the last rehearsal
         self._retired: list[tuple[list[Callable[[], bool]], Callable[[], None]]] = []
 
     def choose_route(self, given: SplitRoute | None = None) -> None:
         """Make the model ready for runs; may run it on padding. Raises as
         piecewise.routes.choose_route.
         """
-        self.route = given or choose_route(
-            self.plan,
-            self.config,
-            self.model,
-            self.backend,
-            self._calls_breaks,
-        )
-        self.wrapper = CUDAGraphWrapper(
-            self.route.whole,
-            CUDAGraphMode.FULL,
-            backend=self.backend,
+        self.use_route(
+            given
+            or choose_route(
+                self.plan,
+                self.config,
+                self.model,
+                self.backend,
+                self._calls_breaks,
+            )
         )
 
     def _calls_breaks(self) -> bool:
@@ -114,8 +113,7 @@ class ModelGraphs(ModelForward):
             self.backend.device,
             draws=True,
         )
-        limit = copy_limit(self.config.compilation, self.backend)
-        put_back = PutBack(before, limit)
+        put_back = PutBack(before, copy_limit(self.config.compilation, self.backend))
         self.use_generators(before.generators)
         self._rehearsal = Rehearsal(self, put_back)
         lost: tuple[type[Exception], ...] = (RuntimeError,)
@@ -130,6 +128,24 @@ class ModelGraphs(ModelForward):
                 self._end_rehearsal(put_back)
             put_back.drop_copies()
 
+    def fingerprint(self) -> Fingerprint:
+        if self._fingerprint is not None and not self._fingerprint.changes():
+            return self._fingerprint
+        return Fingerprint.of(self.roots, self.backend.device)
+
+    @contextmanager
+    def in_context(self, key: Key) -> Iterator[None]:
+        """A block in the context of ``before_key``."""
+        if self.before_key is None:
+            yield
+            return
+        put_back = PutBack(self.fingerprint(), 0)
+        try:
+            self.before_key(*key, self.views(key[1]))
+            yield
+        finally:
+            put_back.restore_python(())
+
     def _end_rehearsal(self, put_back: PutBack) -> None:
         self.backend.synchronize()
         put_back.restore()
@@ -138,10 +154,9 @@ class ModelGraphs(ModelForward):
         self.looked_at = put_back.before.summary()
         self._fingerprint = put_back.before.without_draws()
         self._note_written(put_back)
-        self.state_records = tuple(
-            StateRecord(path=path, nbytes=nbytes, kept=kept)
-            for path, (nbytes, kept) in put_back.outcome.items()
-        )
+        self.state_records = ()
+        for path, (nbytes, kept) in put_back.outcome.items():
+            self.state_records += (StateRecord(path=path, nbytes=nbytes, kept=kept),)
         if not self.scope.is_open:
             self.seal()
 
@@ -174,6 +189,23 @@ class ModelGraphs(ModelForward):
         return 0 if self._rehearsal is None else self._rehearsal.put_back.copied()
 
     @contextmanager
+    def first_captures(self) -> Iterator[Rehearsal]:
+        """A block; if it raises, no graph stays."""
+        with (
+            span("capture session"),
+            self.rehearsing() as rehearsal,
+            self.backend.session(),
+            torch.no_grad(),
+        ):
+            try:
+                yield rehearsal
+            except BaseException:
+                rehearsal.put_back.forget_captures()
+                raise
+            self.buffers.refill()
+            self.backend.synchronize()
+
+    @contextmanager
     def captures_again(self) -> Iterator[Rehearsal]:
         """A block in torch's state of the first captures."""
         self.backend.synchronize()
@@ -185,8 +217,6 @@ class ModelGraphs(ModelForward):
                 with self.backend.session():
                     yield rehearsal
                 self.backend.synchronize()
-                if self.real_rows is not None:
-                    self.buffers.fill_padding()
         finally:
             self.seal()
 

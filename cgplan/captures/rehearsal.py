@@ -199,9 +199,8 @@ class Rehearsal:
         *,
         captures: bool = False,
     ) -> Iterator[None]:
-        """A block of one run; a mode's first is compared with the look. Raises CaptureError if
-        graph code reads what it binds again, if the model keeps what it computed from padding, and
-        for changes under ``strict``.
+        """A block of one run; a mode's first is compared with the look. Raises CaptureError for
+        what a replay would not repeat.
         """
         is_first = mode not in self.judged
         with self.put_back.run(captures=captures, enters_made=is_first) as self._changed:

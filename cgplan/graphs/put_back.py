@@ -3,8 +3,7 @@
 Note [What is put back]
     Tensors and attributes, not other containers; dicts lose what they got if no graph stays. Small
     storages are rewound before each run: positions must not run past a cache. What was made on
-    first use stays, as captures rely on it; ``PutBack._first_use`` says what that is. (Kernels
-    write large storages without a trace, so hidden flags are told from small ones alone.)
+    first use stays, as captures rely on it; ``PutBack._first_use`` says what that is.
 """
 
 from __future__ import annotations
@@ -319,11 +318,19 @@ class PutBack:
         return found
 
     def _first_use(self, written: Written) -> FirstUse | None:
-        """Whether it was made on first use, and how that is seen. None: it gets its copy back."""
+        """Whether it was made on first use, and how that is seen; None: it gets its copy back. The
+        first that holds:
+
+        seen    one run wrote it, and one run made something of Python
+        seen    only runs wrote it that left entries in containers, which stay
+        None    not one run, or a capture wrote it, or it is large
+        None    only captures came after that run
+        None    that run changed a flag: put back, it lets the next run write again
+        hidden  the flag is one that no walk sees
+        """
         is_of_one_run = len(written.runs) == 1
         if is_of_one_run and self.made:
             return "seen"
-        # a row of a table, and a set of sizes that have one: containers are not put back
         stay = set[int]()
         for path, change in self.last.items():
             known = self._paths[path]
@@ -332,14 +339,11 @@ class PutBack:
                 stay |= known.runs
         if self._keeps_first_use and written.runs and written.runs <= stay:
             return "seen"
-
-        # a flag that no walk sees cannot be put back: a later run did not write again
         if not is_of_one_run or written.after_first is None or written.captures:
             return None
         number = max(written.runs)
         if number >= self._last_uncaptured:
             return None
-        # a change of the same run may be the flag: put back, it lets the next run write again
         has_run_again = number < self._first_after_restore < self._count
         for known in self._paths.values():
             is_flag = known.runs == {number}
@@ -520,8 +524,7 @@ def copy_limit(
     """Bytes on the device."""
     limit = compilation.state_copy
     if limit is None:
-        free = backend.memory().free or 4 << 30
-        limit = free // 4
+        limit = (backend.memory().free or 4 << 30) // 4
     return limit
 
 

@@ -7,11 +7,10 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
-from cgplan.backends import GraphBackend, select_backend
+from cgplan.backends import GraphBackend
 from cgplan.captures.failures import drop_locals, explain_eager_failure, raise_caused
 from cgplan.captures.model_graphs import ModelGraphs
 from cgplan.config import Config
-from cgplan.graphs.ambient import random_state_kept
 from cgplan.measure.bench import floor_of
 from cgplan.modes import CUDAGraphMode, Key
 from cgplan.planning import build_plan
@@ -72,15 +71,13 @@ def _time_inside(
 
 
 def describe_split(
-    model: Callable[..., Any], config: Config, backend: GraphBackend | None = None
+    model: Callable[..., Any],
+    config: Config,
+    backend: GraphBackend,
 ) -> SplitRecord | None:
     """The split that a session would report; None without PIECEWISE keys. For a split by operators,
     the model runs once on padding and is put back, except for a KV cache that padding writes.
-
-    Raises:
-        ConfigError: the model lacks a splitting op or module pattern.
-        CaptureError: the model cannot be traced as one graph.
-        ModelError: the model itself failed.
+    Raises as choose_route, and ModelError.
     """
     plan = build_plan(config)
     piecewise = [key for key in plan.keys if key[0] is CUDAGraphMode.PIECEWISE]
@@ -88,13 +85,12 @@ def describe_split(
         return None
     if not config.compilation.use_inductor_graph_partition:  # else inductor decides on the split
         config = config.with_compilation(compiler="eager")
-    graphs = ModelGraphs(plan, config, model, backend or select_backend(config.device))
+    graphs = ModelGraphs(plan, config, model, backend)
     smallest = piecewise[-1]
     try:
         graphs.choose_route()
         if graphs.route.splitter is not None:
-            random = random_state_kept(graphs.backend.device, graphs.generators)
-            with graphs.rehearsing() as rehearsal, random:
+            with on_padding(graphs) as rehearsal:
                 rehearsal.look(smallest)
                 graphs.warm_up(smallest)
         return graphs.route.describe()

@@ -313,9 +313,9 @@ class GraphRunner:
 
     def _copier(self, sizes: tuple[int, ...]) -> Copier:
         if sizes not in self._copiers:
-            buffers = self.graphs.buffers[sizes]
-            copies = self.config.compilation.cudagraph_copy_inputs
-            self._copiers[sizes] = self.backend.copier(buffers, copy_inputs=copies)
+            graphs = self.graphs
+            copies = graphs.config.compilation.cudagraph_copy_inputs
+            self._copiers[sizes] = graphs.backend.copier(graphs.buffers[sizes], copy_inputs=copies)
         return self._copiers[sizes]
 
     def _show(

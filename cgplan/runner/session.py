@@ -100,13 +100,14 @@ class CaptureSession:
         own = config_hash(self.config)
         policy = self.config.compilation.capture_policy
         has_ranks = self.together is not SINGLE_RANK
-        if made != own and has_ranks:
-            raise PlanError(
-                f"the plan of all ranks was made from configuration {made}; this rank has {own}",
-                remedy="Start all ranks from one file; agree_on_setup(), called before "
-                "agree_on_plan(), names the setting that differs.",
-            )
         if made != own:
+            if has_ranks:
+                raise PlanError(
+                    f"the plan of all ranks was made from configuration {made}; this rank has "
+                    f"{own}",
+                    remedy="Start all ranks from one file; agree_on_setup(), called before "
+                    "agree_on_plan(), names the setting that differs.",
+                )
             raise PlanError(
                 f"the plan was made from configuration {made}; this session has {own}",
                 remedy="Pass build_plan(config) of the same configuration.",

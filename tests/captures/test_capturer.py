@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from cgplan import Input
 from cgplan.backends import GraphBackend, select_backend
+from cgplan.backends.tape import TapeBackend
 from cgplan.config import validate_config
-from cgplan.errors import CaptureError, NumbersError
+from cgplan.errors import BackendError, CaptureError, NumbersError
 from cgplan.graphs.pools import GraphPool
 from cgplan.planning import build_plan
 from cgplan.runner.runner import GraphRunner
@@ -336,3 +337,26 @@ def test_keys_in_service_and_in_a_shared_pool_warm_up(backend: GraphBackend) -> 
         assert not without_warm_up(runner)
     with closing(open_runner(backend, model, GraphPool(backend))) as runner:
         assert not without_warm_up(runner)
+
+
+class OnlyReplays(TapeBackend):
+    """A backend without what audits ask for."""
+
+    logging_operators = GraphBackend.logging_operators
+    nodes = GraphBackend.nodes
+    blocks = GraphBackend.blocks
+
+
+def test_a_backend_that_audits_cannot_read_captures_and_replays() -> None:
+    backend = OnlyReplays()
+    model = Plain()
+    with pytest.raises(BackendError, match="cannot be read") as told:
+        open_runner(backend, model, audit="error")
+    assert told.value.remedy == "Set audit: off."
+    runner = open_runner(backend, model)
+    x = torch.randn(3, 4)
+    expected = model(x)
+    with closing(runner):
+        torch.testing.assert_close(runner(x=x), expected)
+        with pytest.raises(BackendError, match="cannot be read"):
+            runner.audit()
