@@ -378,7 +378,7 @@ def test_caches_of_past_requests_are_freed(backend: GraphBackend) -> None:
 def test_kinds_that_come_once_are_forgotten(
     backend: GraphBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys.modules["cgplan.drop_in.calls"], "_MOST_KINDS", 20)
+    monkeypatch.setattr(sys.modules["cgplan.drop_in.learner"], "_MOST_KINDS", 20)
     g, held = cgplan.graphed(lambda x, key: x * len(key), dynamic={}), []
 
     class Text(str):  # takes weak references

@@ -44,6 +44,8 @@ _BY_VALUE = (
 )
 _BY_TEXT = slice, range, complex  # of equal ones only the text differs, as with -0j
 
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
 Form = tuple[Any, ...]
 Shapes = tuple[torch.Size, ...]
 
@@ -250,8 +252,8 @@ def tail_of(tensors: Sequence[Tensor], device: str) -> Tail:
 class Call:
     """One call of a model, taken apart."""
 
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: Args
+    kwargs: Kwargs
     form: Form
     tensors: list[Tensor]
 
@@ -272,7 +274,7 @@ def arguments_of(
     count: int,
     keywords: Sequence[str],
     tensors: Iterable[Any],
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+) -> tuple[Args, Kwargs]:
     values = iter(form[1 + len(keywords) :])
     given = iter(tensors)
     args = tuple(rebuild(values, given) for _ in range(count))
@@ -282,8 +284,8 @@ def arguments_of(
 
 def arguments_by_name(
     signature: inspect.Signature,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: Args,
+    kwargs: Kwargs,
 ) -> dict[str, Any]:
     try:
         found = dict(signature.bind(*args, **kwargs).arguments)
@@ -446,7 +448,6 @@ class ByName(nn.Module):
         self.names: tuple[str, ...] = ()
         self.outputs: dict[Shapes, tuple[Form, Shapes]] = {}
         self.is_plain = set(form[1 + len(self._keywords) :]) == {Tensor}
-        self.returns_tensor = False
         self.differs = False
         self.returns: Form | None = None
 
@@ -460,7 +461,7 @@ class ByName(nn.Module):
     def arguments(
         self,
         tensors: Iterable[Any],
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    ) -> tuple[Args, Kwargs]:
         return arguments_of(
             self.form,
             self._count,

@@ -24,6 +24,7 @@ from cgplan.drop_in.call_form import module_of, share
 from cgplan.drop_in.calls import Calls
 from cgplan.drop_in.inference import Settings
 from cgplan.drop_in.kinds import Kind
+from cgplan.drop_in.learner import Learner
 from cgplan.drop_in.saved_call import config_text, target_of
 from cgplan.errors import CgplanError, ConfigError, InputError, did_you_mean
 from cgplan.models.loading import CACHE_ARGUMENTS, cache_argument, refuse_no_model
@@ -74,7 +75,7 @@ class Graphed:
     """
 
     _calls: Calls
-    _signature: inspect.Signature
+    _learner: Learner
     _settings: Settings
     _name: str
 
@@ -91,15 +92,16 @@ class Graphed:
             signature = inspect.signature(lambda *args, **kwargs: None)  # noqa: ARG005
         by_itself = functools.partial(_forward, weakref.ref(self))
         name = f"graphed {getattr(model, '__name__', type(model).__name__)}"
+        learner = Learner(model, signature, settings, name)
         self.__dict__.update(
             _untraced=torch.compiler.disable(by_itself),
             forward=functools.update_wrapper(by_itself, called),
             _wrapped=model,
             _module=module,
             _settings=settings,
-            _signature=signature,
             _name=name,
-            _calls=Calls(model, signature, settings, name),
+            _learner=learner,
+            _calls=Calls(learner),
         )
         if module is not model:
             for attribute in functools.WRAPPER_ASSIGNMENTS:
@@ -109,7 +111,7 @@ class Graphed:
         self._refuse_unknown_names()
 
     def _refuse_unknown_names(self) -> None:
-        known = self._signature.parameters
+        known = self._learner.signature.parameters
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
             return
         settings = self._settings
@@ -158,7 +160,7 @@ class Graphed:
     @property
     def runners(self) -> tuple[GraphRunner, ...]:
         """One for each kind, most calls first."""
-        found = self._calls.runners
+        found = self._learner.runners
         return tuple(sorted(found, key=lambda runner: runner.stats.calls, reverse=True))
 
     @property
@@ -182,7 +184,7 @@ class Graphed:
                 remedy="Call it three times, or give it an example; explain() says why calls ran "
                 "eagerly.",
             )
-        return next(kind for kind in self._calls.kinds if kind.runner is runners[0])
+        return next(kind for kind in self._learner.kinds if kind.runner is runners[0])
 
     @property
     def eager_calls(self) -> dict[str, int]:
@@ -195,10 +197,11 @@ class Graphed:
         A row is a kind of calls, with what sets it apart from the others.
         """
         calls = self._calls
-        graphs = sum(len(runner.plan.keys) for runner in calls.runners)
+        learner = self._learner
+        graphs = sum(len(runner.plan.keys) for runner in learner.runners)
         lines = [f"{self._name}: {graphs} of {self._settings.max_graphs} graphs"]
         rows = list[tuple[str, int, list[str]]]()
-        for kind in calls.kinds:
+        for kind in learner.kinds:
             runner = kind.runner
             if runner is not None:
                 sizes = ", ".join(key.size for _, key in reversed(runner.plan.keys))
@@ -223,8 +226,8 @@ class Graphed:
                 TextColumn("kind", apart),
             )
             lines.append(plain_text(table))
-        lines += sorted(calls.notices.values())
-        for path, count in calls.changed.most_common():
+        lines += sorted(learner.notices.values())
+        for path, count in learner.changed.most_common():
             if count > 1:
                 lines.append(f"{count} times graphs were freed, as the model had changed: {path}")
         lines.append(f"graphs answered {counted(calls.replayed, 'call')}")
@@ -250,7 +253,7 @@ class Graphed:
         """Make the graph for such a call; tensors, attributes and torch's random numbers are put
         back. Raises what the model raises, and InputError without arguments.
         """
-        if self._signature.parameters and not args and not kwargs:
+        if self._learner.signature.parameters and not args and not kwargs:
             raise InputError(
                 f"{self._name} is warmed up by the arguments of a call, and got none",
                 remedy="Pass some for each size: g.warm_up(torch.zeros(4, 64)).",
@@ -275,7 +278,9 @@ class Graphed:
         autocast was on.
         """
         kind = self._busiest()
-        return config_text(kind, self._signature, target or target_of(self._wrapped), kwargs)
+        return config_text(
+            kind, self._learner.signature, target or target_of(self._wrapped), kwargs
+        )
 
     def recapture(self) -> None:
         """Free all graphs, and forget what was learnt of calls."""
@@ -290,7 +295,7 @@ class Graphed:
 
         @functools.wraps(value)
         def generate(*args: Any, **kwargs: Any) -> Any:
-            self._calls.tell_once(
+            self._learner.tell_once(
                 "generate runs the model's own code: "
                 "cgplan.graphed_generate(model, max_cache_len=...) sets up graphs"
             )
@@ -304,11 +309,11 @@ class Graphed:
         value: Any,
     ) -> None:
         setattr(self._wrapped, name, value)  # which the forward may read
-        self._calls.suspect()
+        self._learner.suspect()
 
     def __delattr__(self, name: str) -> None:
         delattr(self._wrapped, name)
-        self._calls.suspect()
+        self._learner.suspect()
 
     def __reduce__(self) -> Any:
         name = getattr(self._wrapped, "__qualname__", "")
@@ -364,14 +369,14 @@ class GraphedModule(Graphed, nn.Module):
         recurse: bool = True,
     ) -> Self:
         self._module._apply(fn, recurse)
-        self._calls.suspect()
+        self._learner.suspect()
         return self
 
     def train(self, mode: bool = True) -> Self:
         """In training mode calls run the model's own code."""
         self._module.train(mode)
         self.__dict__["training"] = mode
-        self._calls.suspect()
+        self._learner.suspect()
         return self
 
     def state_dict(
@@ -384,7 +389,7 @@ class GraphedModule(Graphed, nn.Module):
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The model's."""
-        self._calls.suspect()
+        self._learner.suspect()
         return self._module.load_state_dict(*args, **kwargs)
 
 
@@ -600,7 +605,7 @@ class _Generate:
                 self._is_running = False
 
     def _tell(self, text: str) -> None:
-        vars(self._model.forward)["_calls"].tell_once(text)
+        vars(self._model.forward)["_learner"].tell_once(text)
 
     def _cache_of(self, rows: int) -> Any:
         from transformers import StaticCache

@@ -135,18 +135,13 @@ def _dim_of(given: Any) -> Dim | str:
     return str(name)
 
 
+@dataclass(eq=False, repr=False)
 class Inference:
     __graph_memory__ = True  # not model state
 
-    def __init__(
-        self,
-        model: Callable[..., Any],
-        signature: inspect.Signature,
-        settings: Settings,
-    ) -> None:
-        self._model = model
-        self._signature = signature
-        self._settings = settings
+    model: Callable[..., Any]
+    signature: inspect.Signature
+    settings: Settings
 
     def kind(
         self,
@@ -159,16 +154,16 @@ class Inference:
         ConfigError.
         """
         forward = ByName(
-            self._model,
+            self.model,
             len(call.args),
             call.kwargs,
             call.form[:-1],
             call.tail.same,
         )
-        pads = self._settings.pad
+        pads = self.settings.pad
         names = self._names_of(forward, call)
         named = dict(zip(names, call.tensors, strict=True))
-        dynamic = {} if is_exact else self._settings.dynamic
+        dynamic = {} if is_exact else self.settings.dynamic
         shapes, note = _shapes_of(named, dynamic)
         specs = dict[str, Input]()
         for name, tensor in named.items():
@@ -184,8 +179,9 @@ class Inference:
                 if name not in pads and any(extent.symbol for extent in spec.extents):
                     specs[name] = spec.changed(pad="last")
         for name, spec in specs.items():
-            kind.notes.append(f"{name}: {spec.dtype} [{', '.join(map(str, spec.shape))}]")
-        constants = constants_in(call.by_name(self._signature), "")
+            shape = ", ".join(map(str, spec.shape))
+            kind.notes.append(f"{name}: {spec.dtype} [{shape}]")
+        constants = constants_in(call.by_name(self.signature), "")
         for path, value in islice(constants, _MOST_NOTES):
             if value is not None:
                 kind.notes.append(f"{path} = {value!r:.40}")
@@ -209,7 +205,7 @@ class Inference:
         size: int,
     ) -> Dim:
         """Given, or growing with batches."""
-        settings = self._settings
+        settings = self.settings
         sizes: Any = None
         most: int | None = None
         if name == kind.names[0]:
@@ -231,7 +227,11 @@ class Inference:
         if most is None:
             kind.grows.add(name)
             most = 4 << (size - 1).bit_length()
-        return Dim(name, max=most, sizes=sizes)
+        return Dim(
+            name,
+            max=most,
+            sizes=sizes,
+        )
 
     def _names_of(
         self,
@@ -243,7 +243,7 @@ class Inference:
         marks = [torch.empty(0) for _ in call.tensors]
         args, kwargs = forward.arguments(marks)
         name_of = dict[int, str]()
-        for argument, value in arguments_by_name(self._signature, args, kwargs).items():
+        for argument, value in arguments_by_name(self.signature, args, kwargs).items():
             for path, mark in tensors_by_name(value, argument):
                 name_of[id(mark)] = path + "_" * (path in WORDS_OF_A_CALL)
         names = list[str]()
@@ -253,7 +253,7 @@ class Inference:
         for index, name in enumerate(names):
             if counts[name] > 1:
                 names[index] = f"{name}_{index}"
-        for given in (*(self._settings.dynamic or ()), *self._settings.pad):
+        for given in (*(self.settings.dynamic or ()), *self.settings.pad):
             head = given.partition(".")[0]
             parts = [name for name in names if name.partition(".")[0] == head]
             if parts and given not in names:  # another call may have it

@@ -1,14 +1,16 @@
 """Kinds of calls, which one set of graphs can serve.
 
 Note [The life of a kind]
-    The first two calls run the model's own code, and the second one is watched:
+    Its first calls run the model's own code, watched from the second one on:
 
-    * It changed nothing of Python: the next call captures.
-    * It changed the model, perhaps for good: the next call is watched, too.
-    * That one changed the model, or a call an argument: the kind stays with the model's own code.
-    * It only added something for a size that is new, such as a table: the next call is watched.
+    NEW            SEEN      a call
+    SEEN, CHANGED  READY     one that changed nothing of Python: the next one captures
+    SEEN           CHANGED   one that changed the model, perhaps for good
+    CHANGED        CHANGED   one that only added something for a new size, such as a table
+    READY          DIFFERED  a graph that differed from the model's own code
+    any            EAGER     another such call or graph, or what else no graph serves
 
-    So user code runs no more often than it is called.
+    A change of the model starts it again.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from cgplan.drop_in.call_form import (
 from cgplan.errors import InputError, OutputShapeError
 from cgplan.graphs.change_detector import ChangeDetector
 from cgplan.graphs.fingerprint import ABSENT, Change, Fingerprint
+from cgplan.modes import Key
 from cgplan.runner.routing import RoutedBatch
 from cgplan.runner.runner import GraphRunner
 
@@ -43,24 +46,28 @@ _MOST_SIZES = 64  # for which a model adds something
 _WITH_CONSTANTS = (int, float, bool, str)
 
 Shape = tuple[int | str, ...]
+Sizes = dict[str, int]  # of a batch, by name
+OwnedKey = tuple[int, Key]  # id of the kind that has the graph, key
 
 
 class Stage(Enum):
-    """``CHANGED``: a watched call changed the model."""
+    """See Note [The life of a kind]."""
 
     NEW = auto()
     SEEN = auto()
     CHANGED = auto()
     READY = auto()
+    DIFFERED = auto()
+    EAGER = auto()
 
 
 class _Point(NamedTuple):
-    sizes: dict[str, int]
+    sizes: Sizes
     shapes: Shapes
 
 
 class Kind:
-    """One kind of calls, see Note [The life of a kind].
+    """One kind of calls.
 
     Attributes:
         specs: The inputs, in the order of the form; shapes have names where sizes vary.
@@ -68,7 +75,7 @@ class Kind:
         shapes: Of the outputs, in terms of sizes.
         state, objects: Of the object arguments: a key, and their watch.
         written: Ids of the storages that its graphs write.
-        failures: Of verifications.
+        waiting: Keys without room: times asked for, uses of all graphs before.
     """
 
     def __init__(
@@ -78,12 +85,12 @@ class Kind:
         device: torch.device,
         note: str,
     ) -> None:
-        names = list[str]()
+        names = dict[str, None]()
         for spec in specs.values():
             for extent in spec.extents:
-                symbol = extent.symbol
-                if symbol and symbol not in names:
-                    names.append(symbol)
+                if extent.symbol:
+                    names[extent.symbol] = None
+        self.form: Form = ()
         self.forward = forward
         self.specs = specs
         self.names = tuple(names)
@@ -93,10 +100,10 @@ class Kind:
         self.notes = [note]
         self.is_exact = False
         self.stage = Stage.NEW
-        self.failures = 0
-        self.eager_reason: str | None = None
+        self.eager_reason = ""
         self.runner: GraphRunner | None = None
         self.returns: Form | None = None
+        self.returns_tensor = False
         self.shapes: tuple[Shape, ...] = ()
         self.requires_grad: tuple[bool, ...] = ()
         self.objects: ChangeDetector | None = None
@@ -104,17 +111,22 @@ class Kind:
         self.autocast: Any = False
         self.batch: Mapping[str, Tensor] = {}
         self.written = frozenset[int]()
+        self.waiting: dict[Key, tuple[int, dict[OwnedKey, int]]] = {}
         self._points = list[_Point]()
 
     @property
-    def may_capture(self) -> bool:
-        return self.eager_reason is None and self.stage is Stage.READY
+    def is_learning(self) -> bool:
+        return self.stage in (Stage.NEW, Stage.SEEN, Stage.CHANGED)
 
-    # --- which calls are of this kind -------------------------------------------------------------
+    @property
+    def may_capture(self) -> bool:
+        return self.stage in (Stage.READY, Stage.DIFFERED)
+
+    # --- its life ---------------------------------------------------------------------------------
 
     def note_run(
         self,
-        sizes: dict[str, int],
+        sizes: Sizes,
         of_model: Sequence[Change] = (),
         of_arguments: Sequence[Change] = (),
     ) -> None:
@@ -129,13 +141,47 @@ class Kind:
             self.stage = Stage.CHANGED
         else:
             first = (*of_model, *of_arguments)[0]
-            self.eager_reason = f"each run changes {first.path}"
+            reason = f"each run changes {first.path}"
             if first.may_be_ignored:
-                self.eager_reason += f"; ignore=[{first.path!r}] if it decides nothing"
+                reason += f"; ignore=[{first.path!r}] if it decides nothing"
+            self.run_eagerly(reason)
 
-    def note_written(self) -> None:
-        assert self.runner is not None
-        self.written = frozenset(self.runner.graphs.facts.storages_written)
+    def note_difference(self, reason: str) -> None:
+        """Of a graph from the model's own code."""
+        if self.stage is Stage.DIFFERED:
+            self.run_eagerly(reason)
+        else:
+            self.stage = Stage.DIFFERED
+
+    def run_eagerly(self, reason: str) -> None:
+        self.close()
+        self.stage = Stage.EAGER
+        self.eager_reason = reason
+
+    def start_again(
+        self,
+        *,
+        is_moved: bool,
+    ) -> None:
+        """Free a changed model's graphs. If tensors only moved, the next call captures. A kind
+        without a call since its capture begins anew: its model changes too often.
+        """
+        served = False
+        if self.runner is not None:
+            served = self.runner.stats.replays.total() > 1
+        self.close()
+        stays = is_moved and self.stage is not Stage.CHANGED
+        if self.may_capture and not served:
+            self.stage = Stage.NEW
+        elif not stays and self.stage is not Stage.NEW:
+            self.stage = Stage.SEEN
+        if not is_moved:
+            self._points.clear()
+            self.forward.outputs.clear()
+            self.returns = None
+            self.eager_reason = ""
+
+    # --- which calls are of this kind -------------------------------------------------------------
 
     def take_objects(self, device: torch.device) -> None:
         record = Fingerprint.of(object_roots(self.forward.form), device)
@@ -144,8 +190,8 @@ class Kind:
     def sizes_of(
         self,
         tensors: Sequence[Tensor],
-    ) -> dict[str, int]:
-        """By name. Raises InputError for a batch of another kind."""
+    ) -> Sizes:
+        """Raises InputError for a batch of another kind."""
         batch = self._reader.read(self.inputs(tensors))
         counts = batch.num_tokens, *batch.sizes
         sizes = dict(zip(self.names, counts, strict=True))
@@ -154,7 +200,7 @@ class Kind:
                 raise InputError(f"{name} is {sizes[name]}, the kind has {dim.max}")
         return sizes
 
-    def outgrown(self, sizes: Mapping[str, int]) -> list[str]:
+    def outgrown(self, sizes: Sizes) -> list[str]:
         """Names without a bound whose dimensions are too small."""
         found = list[str]()
         for name in self.grows:
@@ -165,7 +211,7 @@ class Kind:
     def inputs(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
         return dict(zip(self.specs, tensors, strict=True))
 
-    def route(self, sizes: Mapping[str, int]) -> RoutedBatch:
+    def route(self, sizes: Sizes) -> RoutedBatch:
         assert self.runner is not None
         tokens, *others = sizes.values()
         batch = Batch(tokens, None, tuple(others))
@@ -180,7 +226,7 @@ class Kind:
 
     def learn(
         self,
-        sizes: dict[str, int],
+        sizes: Sizes,
         form: Form,
         shapes: Shapes,
     ) -> None:
@@ -217,7 +263,7 @@ class Kind:
         """From captures and comparisons; whether that was news. Raises as ``learn``."""
         before = self.returns, self.shapes
         for shapes, (form, outputs) in self.forward.outputs.items():
-            sizes = dict[str, int]()
+            sizes = Sizes()
             specs = self.specs.values()
             for spec, shape in zip(specs, shapes, strict=True):
                 pairs = zip(spec.extents, shape, strict=True)
@@ -241,7 +287,7 @@ class Kind:
         form: Form,
     ) -> None:
         self.returns = form
-        self.forward.returns_tensor = form == (Tensor,)
+        self.returns_tensor = form == (Tensor,)
 
     def _extent(
         self,
@@ -333,30 +379,6 @@ class Kind:
                     copies = view.index_select(at, rows % real.shape[at])
                     view.copy_(copies)
                     break
-
-    def start_again(
-        self,
-        *,
-        is_moved: bool,
-    ) -> None:
-        """Free a changed model's graphs. If tensors only moved, the next call captures. A kind
-        without a call since its capture begins anew: its model changes too often.
-        """
-        served = False
-        if self.runner is not None:
-            served = self.runner.stats.replays.total() > 1
-        self.close()
-        if not is_moved:
-            self._points.clear()
-            self.forward.outputs.clear()
-            self.returns = None
-            self.eager_reason = None
-        if served:
-            self.stage = Stage.READY if is_moved else Stage.SEEN
-        elif self.stage is Stage.READY:
-            self.stage = Stage.NEW
-        elif self.stage is Stage.CHANGED:
-            self.stage = Stage.SEEN
 
     @property
     def has_graphs(self) -> bool:

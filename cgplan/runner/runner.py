@@ -107,7 +107,7 @@ class GraphRunner:
 
     def _route_anew(self) -> None:
         self._expire_calls()
-        self.stats.plan = self.plan
+        self.stats.plan = self.graphs.plan
         self.router = BatchRouter(self._captured)
 
     def _serve(self, captured: CapturedKeys) -> None:

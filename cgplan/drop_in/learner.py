@@ -1,0 +1,376 @@
+"""What is learnt of a model and its calls."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cgplan.backends import GraphBackend
+from cgplan.drop_in.call_form import (
+    Call,
+    Form,
+    constants_in,
+    containers_in,
+    object_roots,
+    shapes_of,
+    taken_apart,
+)
+from cgplan.drop_in.inference import Inference, Settings
+from cgplan.drop_in.kinds import Family, Kind, Sizes, Stage, without_constants
+from cgplan.errors import InputError, OutputShapeError
+from cgplan.graphs.change_detector import ChangeDetector
+from cgplan.graphs.fingerprint import Fingerprint
+from cgplan.graphs.footprint import look
+from cgplan.graphs.put_back import PutBack, copy_limit, version_of
+from cgplan.runner.runner import GraphRunner
+
+_MOST_KINDS = 256
+_EXACT = "so nothing is padded, and each shape has its own graph"
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False, repr=False)
+class Learner:
+    """Watches runs of the model's own code, and decides what graphs may serve."""
+
+    __graph_memory__ = True  # not model state
+
+    model: Callable[..., Any]
+    signature: inspect.Signature
+    settings: Settings
+    name: str
+    backend: GraphBackend = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._inference = Inference(self.model, self.signature, self.settings)
+        self.changed = Counter[str]()  # by path
+        self.notices: dict[str, str] = {}
+        self._begin()
+
+    def _begin(self) -> None:
+        # the least recently used go first
+        self._kinds = OrderedDict[Form, list[Kind]]()
+        self._families: dict[Form, Family] = {}
+        self._exact = set[Form]()
+        self.detector: ChangeDetector | None = None
+        self.tensor_ids = frozenset[int]()
+
+    def forget(self) -> None:
+        for kind in self.kinds:
+            kind.close()
+        if self.detector is not None:
+            self.detector.close()
+        self._begin()
+
+    def tell_once(
+        self,
+        text: str,
+        subject: str | None = None,
+    ) -> None:
+        subject = subject or text
+        if subject not in self.notices:
+            self.notices[subject] = text
+            logger.warning("%s: %s", self.name, text)
+
+    # --- the model --------------------------------------------------------------------------------
+
+    def suspect(self) -> None:
+        if self.detector is not None:
+            self.detector.suspect()
+
+    def free_if_changed(self) -> bool:
+        """Free the graphs of a model that has changed; True also before it is watched."""
+        if self.detector is None:
+            return True
+        found = self.detector.changes(self.settings.ignore)
+        changes = list(found.values())
+        if not changes:
+            return False
+        first = changes[0]
+        self.changed[first.path] += 1
+        text = f"captured again: {first}"
+        if len(changes) > 1:
+            text += f", and {len(changes) - 1} more changes"
+        self.tell_once(text, first.path)
+        self.detector.close()
+        self.detector = None
+        self.tensor_ids = frozenset()
+        is_moved = all(change.is_move for change in changes)
+        for kind in self.kinds:
+            kind.start_again(is_moved=is_moved)
+        return True
+
+    def _fingerprint(
+        self,
+        roots: Mapping[str, Any],
+        *,
+        draws: bool = False,
+    ) -> Fingerprint:
+        return Fingerprint.of(roots, self.backend.device, draws=draws)
+
+    def watch_model(self, record: Fingerprint | None = None) -> None:
+        if self.detector is None:
+            record = record or self._fingerprint({"model": self.model})
+            self.detector = ChangeDetector(record)
+            self.tensor_ids = frozenset(map(id, record.tensors))
+
+    def holds(self) -> bool:
+        """The model is watched, and looks the same."""
+        return self.detector is not None and self.detector.holds()
+
+    # --- kinds ------------------------------------------------------------------------------------
+
+    @property
+    def kinds(self) -> list[Kind]:
+        found = list[Kind]()
+        for kinds in list(self._kinds.values()):
+            found += kinds
+        return found
+
+    @property
+    def runners(self) -> list[GraphRunner]:
+        return [kind.runner for kind in self.kinds if kind.runner is not None]
+
+    def family_of(self, call: Call) -> Family:
+        return self._families.setdefault(without_constants(call.form), Family())
+
+    def kind_of(
+        self,
+        family: Family,
+        call: Call,
+    ) -> tuple[Kind, Sizes]:
+        known = self._kinds.setdefault(call.form, [])
+        self._kinds.move_to_end(call.form)
+        roots = object_roots(call.form)
+        state: Any = ()
+        if roots:
+            state = self._fingerprint(roots).as_key()
+        family.calls += 1
+        for kind in known:
+            if kind.state != state:
+                continue
+            with suppress(InputError):
+                sizes = kind.sizes_of(call.tensors)
+                family.misses = 0
+                return kind, sizes
+        kind = self._add_kind(call, state)
+        constants = constants_in(call.by_name(self.signature), "")
+        count = family.calls
+        for path in family.add(constants, holds_objects=bool(state)):
+            self.tell_once(
+                f"argument `{path}` had {count} values in {count} calls; pass a tensor, or graphs "
+                "serve values that come back",
+                path,
+            )
+        self._forget_old_kinds()
+        return kind, kind.sizes_of(call.tensors)
+
+    def _add_kind(
+        self,
+        call: Call,
+        state: Any,
+    ) -> Kind:
+        is_exact = call.form in self._exact
+        try:
+            kind = self._inference.kind(call, self.backend.device, is_exact=is_exact)
+        except InputError as error:
+            if self.settings.strict or is_exact:
+                raise
+            self.tell_once(f"{error.message}; {_EXACT}")
+            self._exact.add(call.form)
+            return self._add_kind(call, state)
+        kind.form = call.form
+        kind.state = state
+        tail = call.tail
+        kind.notes.append("grad mode" if tail.is_grad else "no_grad")
+        if tail.autocast:
+            kind.notes.append(f"autocast {tail.autocast}")
+        kind.autocast = tail.autocast
+        self._kinds[call.form].append(kind)
+        return kind
+
+    def _forget_old_kinds(self) -> None:
+        if len(self._families) > _MOST_KINDS:
+            self._families.pop(next(iter(self._families)))
+        count = sum(len(kinds) or 1 for kinds in self._kinds.values())
+        if count <= _MOST_KINDS:
+            return
+        older = [kind for kind in self.kinds[:-1] if not kind.has_graphs]
+        older = older[: count - _MOST_KINDS]
+        for kind in older:
+            kind.close()
+            self._kinds[kind.form].remove(kind)
+        for form, kinds in list(self._kinds.items()):
+            if not kinds:
+                del self._kinds[form]
+                self._exact.discard(form)
+
+    # --- runs -------------------------------------------------------------------------------------
+
+    def learning_call(
+        self,
+        kind: Kind,
+        sizes: Sizes,
+        call: Call,
+    ) -> Any:
+        settings = self.settings
+        tensors = call.tensors
+        shapes = shapes_of(tensors)
+        versions = list(map(version_of, tensors))
+        records = list[Fingerprint]()
+        if kind.stage is not Stage.NEW:
+            arguments = call.by_name(self.signature)
+            records = [
+                self._fingerprint({"model": self.model}, draws=True),
+                self._fingerprint(arguments),
+            ]
+        drawn, written = _effects_until_now(records)
+        output = self.model(*call.args, **call.kwargs)
+        changes = [list(record.changes(settings.ignore).values()) for record in records]
+        kind.note_run(sizes, *changes)
+        if kind.may_capture:
+            self.watch_model(records[0].without_draws())
+        if _holds_container(records, output):
+            kind.run_eagerly(
+                "the model returns a list, a dict or an object that it keeps, or that it was given"
+            )
+        for name, tensor, version in zip(kind.specs, tensors, versions, strict=True):
+            if version_of(tensor) != version:
+                kind.run_eagerly(f"the forward writes into argument `{name}`")
+                break
+        if shapes_of(tensors) != shapes:
+            kind.run_eagerly("the forward changes the shape of an argument")
+        self._learn(kind, sizes, output)
+        drawn_now, written_now = _effects_until_now(records)
+        is_steady = kind.may_capture  # else it changed the model
+        writes_state = is_steady and written_now != written
+        draws = is_steady and drawn_now != drawn
+        recomputes = settings.recomputes and True in kind.requires_grad
+        if recomputes and (draws or writes_state):
+            kind.run_eagerly(
+                "backward could not run it again: each run draws random numbers, or writes tensors"
+            )
+        if kind.eager_reason:
+            self.tell_once(kind.eager_reason)
+        elif writes_state and not kind.is_exact and not settings.pad:
+            self.give_up(kind, "the forward writes state, which padding might reach")
+            exact = self._add_kind(call, kind.state)
+            exact.stage = kind.stage
+            self._learn(exact, exact.sizes_of(tensors), output)
+        return output
+
+    def _learn(
+        self,
+        kind: Kind,
+        sizes: Sizes,
+        output: Any,
+    ) -> None:
+        form, leaves = taken_apart(output)
+        try:
+            kind.learn(sizes, form, shapes_of(leaves))
+        except OutputShapeError as error:
+            self.give_up(kind, error.message)
+        if torch.is_grad_enabled():
+            kind.requires_grad = tuple(leaf.requires_grad for leaf in leaves)
+
+    def relearn(self, kind: Kind) -> bool:
+        seen = dict(kind.forward.outputs)
+        if self.detector is not None and self.free_if_changed():
+            kind.forward.outputs |= seen
+            return True
+        try:
+            if not kind.relearn():
+                return False
+            kind.close()
+        except OutputShapeError as error:
+            if self.settings.strict:
+                raise
+            self.give_up(kind, error.message)
+        return True
+
+    def grow(
+        self,
+        kind: Kind,
+        sizes: Sizes,
+    ) -> None:
+        """To a batch that its dimensions do not hold."""
+        for name in kind.outgrown(sizes):
+            kind.dims[name] = self._inference.dim(kind, name, sizes[name])
+
+    def give_up(
+        self,
+        kind: Kind,
+        reason: str,
+        *,
+        keeps_exact: bool = True,
+    ) -> None:
+        if kind.is_exact or not keeps_exact:
+            kind.run_eagerly(reason)
+            self.tell_once(reason)
+            return
+        kind.close()
+        self.tell_once(f"{reason}; {_EXACT}")
+        self._exact.add(kind.form)
+        with suppress(ValueError):  # given up before
+            self._kinds[kind.form].remove(kind)
+
+    def warmed_up(self, call: Call) -> tuple[Kind, Sizes]:
+        arguments = call.by_name(self.signature)
+        before = self._fingerprint({"model": self.model, "arguments": arguments})
+        kept = PutBack(before, copy_limit(self.settings.compilation, self.backend))
+        failed = list[Exception]()
+
+        def first_calls() -> None:
+            try:
+                self.learning_call(kind, sizes, call)
+            except Exception as error:
+                failed.append(error)
+
+        stays = False
+        try:
+            while True:
+                kind, sizes = self.kind_of(Family(), call)
+                if failed or not kind.is_learning:
+                    break
+                look(first_calls, kept)
+            stays = not failed and kind.stage is not Stage.EAGER
+        finally:
+            if not stays:
+                kept.forget_captures()
+            kept.restore()
+        if failed:
+            raise failed[0]
+        return kind, sizes
+
+
+def _holds_container(
+    records: Sequence[Fingerprint],
+    output: Any,
+) -> bool:
+    """The model, or an argument, holds a container of the output."""
+    held = set[int]()
+    for record in records:
+        held |= record.container_ids()
+    return any(id(container) in held for container in containers_in(output))
+
+
+def _effects_until_now(records: Sequence[Fingerprint]) -> tuple[list[Any], list[int | None]]:
+    if not records:
+        return [], []
+    index = records[0].device.index or 0
+    of_device = torch.cuda.default_generators[index : index + 1]
+    generators = [torch.default_generator, *of_device]
+    tensors = list[Tensor]()
+    for record in records:
+        generators += record.generators
+        tensors += record.tensors
+    states = [generator.get_state().tolist() for generator in generators]
+    return states, list(map(version_of, tensors))
