@@ -564,6 +564,21 @@ def test_a_warm_up_leaves_all_as_it_was(backend: GraphBackend) -> None:
     assert replays(g) == 3
 
 
+@pytest.mark.parametrize(("bound", "is_left"), [("1 MiB", False), (0, True)])
+def test_a_warm_up_copies_no_more_state_than_captures_may(bound: str | int, is_left: bool) -> None:
+    """Of a model without graphs, as it writes into an argument. The CPU has no other memory."""
+    cache = Cache(torch.device("cpu"))
+
+    def model(x: Tensor, cache: Cache) -> Tensor:
+        cache.total.add_(1)
+        return x.mul_(2)
+
+    g = cgplan.graphed(model, dynamic={}, device="cpu", compilation={"state_copy": bound})
+    g.warm_up(torch.ones(2, 4), cache)
+    assert not g.runners
+    assert bool(cache.total.any()) is is_left
+
+
 def test_a_warm_up_that_makes_no_graph_says_why(
     backend: GraphBackend, caplog: pytest.LogCaptureFixture
 ) -> None:
