@@ -916,6 +916,25 @@ def test_what_is_no_model_is_refused(model: Any) -> None:
     assert callable(cgplan.graphed(sizes=[1]))
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{"sizes": [1]}, {"max_size": 1}, {"dynamic": {"input": {0: cgplan.Dim("b", max=1)}}}],
+)
+def test_batches_beyond_one_row_run_eagerly(
+    backend: GraphBackend, settings: dict[str, Any]
+) -> None:
+    model = nn.Linear(4, 4).to(backend.device).eval()
+    g = cgplan.graphed(model, **settings)
+    with torch.no_grad():
+        for size in (3, 1, 1, 1, 3, 2, 1, 3):
+            x = torch.randn(size, 4, device=backend.device)
+            torch.testing.assert_close(g(x), model(x))
+    assert g.graph_calls == 3
+    assert sum(g.eager_calls.values()) == 5
+    g.recapture()
+    assert g.graph_calls == 3
+
+
 def test_wrong_dynamic(backend: GraphBackend) -> None:
     with pytest.raises(ConfigError, match="names no dimension"):
         cgplan.graphed(lambda x: x, dynamic={"x": {0: torch.export.Dim.AUTO}})

@@ -977,11 +977,28 @@ def test_generate_that_graphs_do_not_see_is_told(
     assert caplog.text.count("max_cache_len=...) sets up graphs") == 1
 
 
+@pytest.mark.parametrize("most", [5, 10])
+def test_generate_of_many_numbers_of_rows(backend: GraphBackend, most: int) -> None:
+    lm = decoder(backend)
+    prompts = [torch.full((rows, 4), rows, device=backend.device) for rows in range(1, most + 1)]
+    wanted = [lm.generate(prompt, max_new_tokens=6, do_sample=False) for prompt in prompts]
+    g = cgplan.graphed_generate(lm, max_cache_len=32, max_graphs=64)
+    for _ in range(4):
+        for prompt, tokens in zip(prompts, wanted, strict=True):
+            assert torch.equal(lm.generate(prompt, max_new_tokens=6, do_sample=False), tokens)
+    told = g.explain()
+    assert ("in another state at each call" in told) == (most == 10)
+    assert ("for 8 numbers of rows, and got more" in told) == (most == 10)
+    kept = min(most, 8)
+    graphs = sum(len(runner.plan.keys) for runner in g.runners)
+    assert graphs == (2 * kept if most == 5 else kept)  # of prompts that came twice, of steps
+
+
 def test_generate_tells_why_it_finds_no_graph(backend: GraphBackend) -> None:
     lm = decoder(backend)
     prompt = torch.randint(2, 200, (2, 9), device=backend.device)
     g = cgplan.graphed_generate(lm, max_cache_len=32)
-    lm.generate(prompt, max_new_tokens=12, return_dict_in_generate=True, num_beams=2)
+    lm.generate(prompt, max_new_tokens=20, return_dict_in_generate=True, num_beams=2)
     lm.generate(prompt, max_new_tokens=12, use_cache=False)
     told = g.explain()
     other = "does not use the cache that graphed_generate keeps for graphs"

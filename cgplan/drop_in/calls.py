@@ -93,6 +93,11 @@ class Calls:
             self._known.clear()
             self.pool = None
 
+    def forget_object(self, value: Any) -> None:
+        with self._lock:
+            self.learner.forget_object(value)
+            self._known.clear()
+
     # --- a call -----------------------------------------------------------------------------------
 
     def run(

@@ -187,6 +187,11 @@ class Graphed:
         return next(kind for kind in self._learner.kinds if kind.runner is runners[0])
 
     @property
+    def graph_calls(self) -> int:
+        """Calls that graphs answered, those of freed ones included."""
+        return self._calls.replayed
+
+    @property
     def eager_calls(self) -> dict[str, int]:
         """Calls that the model's own code answered, by reason."""
         return dict(self._calls.eager)
@@ -615,7 +620,12 @@ class _Generate:
         cache = self._caches.pop(key, None)
         if cache is None:
             if len(self._caches) >= _MOST_CACHES:
-                self._caches.pop(next(iter(self._caches)))
+                oldest = self._caches.pop(next(iter(self._caches)))
+                vars(self._model.forward)["_calls"].forget_object(oldest)
+                self._tell(
+                    f"generate keeps caches and graphs for {_MOST_CACHES} numbers of rows, and "
+                    "got more: pad prompts to a few numbers of rows"
+                )
             made: Any = StaticCache
             cache = made(self._model.config, max_cache_len=self._max_cache_len)
             if any(cache.is_sliding):

@@ -20,6 +20,7 @@ from cgplan.drop_in.call_form import (
     constants_in,
     containers_in,
     object_roots,
+    objects_in,
     shapes_of,
     taken_apart,
 )
@@ -138,6 +139,13 @@ class Learner:
     @property
     def runners(self) -> list[GraphRunner]:
         return [kind.runner for kind in self.kinds if kind.runner is not None]
+
+    def forget_object(self, value: Any) -> None:
+        """Free the graphs of calls with an argument that does not come again."""
+        for kind in self.kinds:
+            if value in objects_in(kind.form):
+                kind.close()
+                self._kinds[kind.form].remove(kind)
 
     def family_of(self, call: Call) -> Family:
         return self._families.setdefault(without_constants(call.form), Family())

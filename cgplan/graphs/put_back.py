@@ -219,9 +219,7 @@ class PutBack:
                 self.newly_written.append(place.path)
             unseen = self._unseen.get(address)
             if written is None and unseen is not None:
-                if unseen.runs:  # what one run wrote may be behind a flag that no walk sees
-                    self.written[address] = unseen
-                unseen.runs.add(self._count)
+                self.written[address] = unseen
 
     @contextmanager
     def setting_context(self) -> Iterator[None]:
@@ -411,9 +409,13 @@ class PutBack:
         self,
         changed: Iterable[str],
     ) -> None:
-        """Paths that a capture changed, and its replay computed."""
+        """Paths that the last capture changed, and its replay computed; small state, too."""
         for path in changed:
             self._paths[path].is_captured = False
+        for written in self.written.values():
+            if written.is_small and written.path in self.newly_written:
+                written.captures = 0
+                written.after_first = written.after_run = written.storage.clone()
 
     def forget_captures(self) -> None:
         """Say that no graph stays: ``restore`` undoes all."""

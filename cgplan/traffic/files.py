@@ -378,9 +378,9 @@ def _traffic_of(
                 remedy="Give requests, counts of steps, or metrics of a runner.",
             )
         if "batches" in document:  # that a runner's statistics count (``runner.stats.json()``)
-            source = f"{path.name}: statistics of a runner"
-            counts = {"histogram": document["batches"], "source": source}
-            return _saved(json.dumps(counts), path)
+            counts = {"histogram": document["batches"], "source": "statistics of a runner"}
+            saved = _saved(json.dumps(counts), path)
+            return saved.changed(source=f"{path.name}: {saved.source}")
     elif _HEADER.search(text):
         return log_traffic(text, path, plan)
     elif _METRIC in text:

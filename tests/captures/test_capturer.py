@@ -295,6 +295,48 @@ def test_what_a_capture_writes_first_is_computed(backend: GraphBackend) -> None:
         torch.testing.assert_close(model(x), x * 3)
 
 
+def test_what_the_smallest_size_writes_first_stays(backend: GraphBackend) -> None:
+    scale = torch.zeros(1, device=backend.device)
+
+    @lru_cache
+    def fill(rows: int) -> None:
+        if rows == 2:
+            scale.fill_(3)
+
+    def model(x: Tensor) -> Tensor:
+        fill(len(x))
+        return x * scale
+
+    with closing(open_runner(backend, model)) as runner:
+        assert [state.kept for state in runner.report.state] == ["new"]
+        x = torch.randn(2, 4, device=backend.device)
+        torch.testing.assert_close(runner(x=x), x * 3)
+        torch.testing.assert_close(model(x), x * 3)
+
+
+class CountsTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(1))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == 2:
+            self.total.add_(1)
+        return x + self.total
+
+
+@pytest.mark.parametrize("warm_ups", ["auto", 0, 1, 2])
+def test_what_the_second_run_alone_writes_is_put_back(backend: GraphBackend, warm_ups: Any) -> None:
+    model = CountsTwice().to(backend.device).eval()
+    open_runner(
+        backend, model, cudagraph_num_of_warmups=warm_ups, cudagraph_capture_sizes=[4]
+    ).close()
+    assert model.calls == 0
+    assert model.total == 0
+
+
 class FillsRows(nn.Module):
     """A row of a table for each size, behind a flag in a container, which is not put back."""
 
