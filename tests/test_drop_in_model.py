@@ -977,6 +977,29 @@ def test_generate_that_graphs_do_not_see_is_told(
     assert caplog.text.count("max_cache_len=...) sets up graphs") == 1
 
 
+class SmallState(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) < 6:
+            self.count.add_(1)
+        return x * 2 + self.count
+
+
+def test_state_that_small_batches_alone_write(backend: GraphBackend) -> None:
+    model = SmallState().to(backend.device).eval()
+    own = copy.deepcopy(model)
+    g = cgplan.graphed(model)
+    for size in (8, 8, 7, 8, 5, 8, 5, 5, 5, 5, 3, 8, 5):
+        x = torch.randn(size, 4, device=backend.device)
+        torch.testing.assert_close(g(x), own(x))
+        assert model.count == own.count
+    assert "a run of this size writes" in g.explain()
+    assert g.graph_calls
+
+
 @pytest.mark.parametrize("most", [5, 10])
 def test_generate_of_many_numbers_of_rows(backend: GraphBackend, most: int) -> None:
     lm = decoder(backend)

@@ -55,6 +55,7 @@ class Rehearsal:
     # --- looks ------------------------------------------------------------------------------------
 
     def set_context(self, key: Key) -> None:
+        self.put_back.key = key
         forward = self._forward
         if forward.before_key is None:
             return

@@ -20,7 +20,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from cgplan.backends import GraphBackend
 from cgplan.backends.host_sync import storage_id
 from cgplan.config import CompilationConfig
-from cgplan.graphs.fingerprint import ABSENT, Change, Fingerprint, is_same, is_tensor, is_within
+from cgplan.graphs.fingerprint import (
+    ABSENT,
+    Change,
+    Fingerprint,
+    is_same,
+    is_tensor,
+    is_within,
+)
+from cgplan.modes import Key
 
 _HOST_COPIES = 1 << 30  # bytes
 _SMALL = 1 << 20  # bytes
@@ -134,7 +142,9 @@ class PutBack:
         self.last: dict[str, Change] = {}
         self._paths = defaultdict[str, _PathChanges](_PathChanges)
         self._count = 0  # of runs
-        self._last_uncaptured = 0  # the number of the last one that ran to its end
+        self.key: Key | None = None  # of the next run
+        self._keys: list[Key | None] = []  # of runs
+        self._last_uncaptured = dict[Key | None, int]()  # of a key, which ran to its end
         self._first_after_restore = 0  # a run that began from attributes put back
         self._copied = Counter[Outcome]()  # bytes
         self._keeps_first_use = True
@@ -183,8 +193,9 @@ class PutBack:
             for written in self.written.values():
                 written.count_run(number, captures=captures)
             self._count += 1
+            self._keys.append(self.key)
             if is_whole and not captures:
-                self._last_uncaptured = number
+                self._last_uncaptured[self.key] = number
             for path, change in changed.items():
                 known = self._paths[path]
                 if not known.runs:
@@ -322,7 +333,7 @@ class PutBack:
         seen    one run wrote it, and one run made something of Python
         seen    only runs wrote it that left entries in containers, which stay
         None    not one run, or a capture wrote it, or it is large
-        None    only captures came after that run
+        None    only captures, or other sizes, came after that run
         None    that run changed a flag: put back, it lets the next run write again
         hidden  the flag is one that no walk sees
         """
@@ -340,7 +351,7 @@ class PutBack:
         if not is_of_one_run or written.after_first is None or written.captures:
             return None
         number = max(written.runs)
-        if number >= self._last_uncaptured:
+        if number >= self._last_uncaptured.get(self._keys[number], 0):
             return None
         has_run_again = number < self._first_after_restore < self._count
         for known in self._paths.values():

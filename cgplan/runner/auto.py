@@ -41,6 +41,7 @@ from cgplan.errors import (
     PlanError,
 )
 from cgplan.graphs.ambient import AmbientState, random_state_kept
+from cgplan.graphs.walk import PLAIN
 from cgplan.modes import CUDAGraphMode, Key
 from cgplan.piecewise.routes import SplitRoute
 from cgplan.piecewise.split import refuse_unknown_ops
@@ -215,6 +216,9 @@ def _choice_file(
     for each in model.modules():
         module = sys.modules.get(type(each).__module__)
         files.add(getattr(module, "__file__", None) or "")
+        hooks = len(each._forward_hooks) + len(each._forward_pre_hooks)
+        settings = [pair for pair in vars(each).items() if type(pair[1]) in PLAIN]
+        digest.update(f"{hooks} {settings}".encode())
     for file in sorted(filter(os.path.isfile, files)):
         digest.update(Path(file).read_bytes())
     return Path(folder, f"auto-{digest.hexdigest()[:32]}.json")
@@ -550,7 +554,8 @@ def _first_difference(runner: GraphRunner) -> str | None:
                 rehearsal.set_context(key)
                 calls = list[Any]()
                 outputs.append(calls)
-                with random_state_kept(device, graphs.generators):
+                random = random_state_kept(device, graphs.generators)
+                with random, rehearsal.put_back.run():
                     for _ in range(3):
                         output = run()
                         calls.append(tree_map_only(Tensor, torch.clone, output))

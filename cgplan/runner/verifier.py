@@ -28,8 +28,8 @@ from cgplan.buffers.static import torch_dtype
 from cgplan.captures.failures import explain_eager_failure, raise_caused
 from cgplan.captures.model_graphs import ModelGraphs
 from cgplan.errors import NumbersError
-from cgplan.graphs.fingerprint import Change, Fingerprint
-from cgplan.graphs.put_back import PutBack, copy_limit
+from cgplan.graphs.fingerprint import Change, Fingerprint, Place
+from cgplan.graphs.put_back import PutBack, copy_limit, version_of
 from cgplan.modes import BatchDescriptor, CUDAGraphMode, Key
 from cgplan.reports.records import VerifyRecord
 from cgplan.runner.prepared import NEVER, Due, PreparedCall, Values
@@ -224,6 +224,10 @@ class _Comparison:
                 draws=True,
             )
             self._python = [graphs.fingerprint(), host]
+        self._versions = list[tuple[Place, int | None]]()
+        for record in self._python:
+            for place in record.of_tensors:
+                self._versions.append((place, version_of(place.value)))
         kept = PutBack(graphs.fingerprint(), 0) if self._facts.changes_python else None
         self.begin = _Moment(graphs, call, kept)
 
@@ -237,6 +241,7 @@ class _Comparison:
         route = self._route
         begin = self.begin
         changes = self._changes_of_python()
+        unseen = self._unseen_write()
         after = _Moment(graphs, self._call)
         self._has_drawn = begin.has_drawn_until(after)
         self._can_repeat = begin.put_back()
@@ -248,6 +253,8 @@ class _Comparison:
         remark = None
         if changes:
             failure = f"a run changes {changes[0]}"
+        elif unseen is not None:
+            failure = f"a run of this size writes {unseen}, and a replay does not"
         elif where is not None:
             failure = f"{where} depends on what the padding holds"
         elif wrong and self._is_rounding(wrong, replayed, eager):
@@ -286,6 +293,17 @@ class _Comparison:
         for record in self._python:
             changes |= record.changes(graphs.config.compilation.ignore)
         return [changes[path] for path in graphs.frozen(self._route.mode, changes)]
+
+    def _unseen_write(self) -> str | None:
+        """Of state that the look, at another size, did not see."""
+        graph_writes = self._facts.storages_written
+        if self._route.mode is not CUDAGraphMode.FULL:
+            return None
+        for place, version in self._versions:
+            storage = place.value.untyped_storage()
+            if version_of(place.value) != version and storage._cdata not in graph_writes:
+                return place.path
+        return None
 
     # --- ways to run the batch --------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import cgplan
 from cgplan import Input
 from cgplan.backends import GraphBackend, select_backend
 from cgplan.backends.tape import TapeBackend
@@ -335,6 +336,47 @@ def test_what_the_second_run_alone_writes_is_put_back(backend: GraphBackend, war
     ).close()
     assert model.calls == 0
     assert model.total == 0
+
+
+class SmallState(nn.Module):
+    """Counts batches of few rows."""
+
+    def __init__(self, asks: int = 0) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(1))
+        self.asks = asks
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) <= 2:
+            self.count.add_(1)
+        return x * 3 if len(x) != self.asks else x * x.max().item()
+
+
+def test_a_refused_capture_puts_back_what_the_smallest_size_wrote(backend: GraphBackend) -> None:
+    model = SmallState(asks=4).to(backend.device).eval()
+    with pytest.raises(CaptureError, match=r"needs the host"):
+        open_runner(backend, model)
+    assert model.count == 0
+
+
+@pytest.mark.parametrize("mode", ["FULL", "AUTO"])
+def test_times_on_padding_put_back_what_small_sizes_write(backend: GraphBackend, mode: str) -> None:
+    model = SmallState().to(backend.device).eval()
+    runner = cgplan.capture(
+        model,
+        {"x": torch.zeros(16, 4, device=backend.device)},
+        compilation={
+            "cudagraph_mode": mode,
+            "cudagraph_capture_sizes": SIZES,
+            "capture_policy": "adaptive",
+            "compiler": "eager",
+        },
+    )
+    with closing(runner):
+        if mode == "FULL":
+            runner(x=torch.zeros(16, 4, device=backend.device))
+            runner.replan(apply=False)
+        assert model.count == 0
 
 
 class FillsRows(nn.Module):

@@ -259,7 +259,7 @@ def test_the_choice_can_be_kept(
         assert not again.plan.notes
 
 
-@pytest.mark.parametrize("change", ["", "weights", "config", "file", "model"])
+@pytest.mark.parametrize("change", ["", "weights", "config", "file", "model", "setting", "hook"])
 def test_a_later_start_takes_the_choice_of_an_earlier_one(
     backend: GraphBackend, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, change: str
 ) -> None:
@@ -279,6 +279,10 @@ def test_a_later_start_takes_the_choice_of_an_earlier_one(
         config = {"budget": {"capture_time": 1000.0}}
     elif change == "file":
         file.write_text('{"compilation": {"cudagraph_mode": "SOME"}, "reason": "", "notes": []}')
+    elif change == "setting":
+        model.layers[0].scale = 2
+    elif change == "hook":
+        model.layers[0].register_forward_hook(lambda *_: None)
     elif change == "model":
         model.layers[1].inner = nn.Sequential(ReadsTheHost())
     with closing(open_runner(backend, model, config, max_cudagraph_capture_size=8)) as runner:
