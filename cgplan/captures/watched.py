@@ -126,11 +126,12 @@ class Places:
 @dataclass(eq=False)
 class WatchedGraph:
     """``stack``: lines of the user's code, the innermost first. ``places``: at its capture, or
-    shortly before.
+    shortly before. ``stream``: the handle of the one that was captured.
     """
 
     name: str
     stack: tuple[str, ...]
+    stream: int | None
     pool: Any
     places: Places
     launches: list[Launch]
@@ -210,9 +211,13 @@ class GraphWatch:
         if self not in _open:
             return
         frames = places_of(traceback.walk_stack(None))
+        stream: int | None = None
+        if isinstance(graph, torch.cuda.CUDAGraph):
+            stream = torch.cuda.current_stream().cuda_stream
         watched = WatchedGraph(
             f"graph {self._count}",
             tuple(users_lines(frames)),
+            stream,
             pool,
             self._recent_places(),
             launches,
@@ -427,6 +432,7 @@ class GraphWatch:
                     name=graph.key.name,
                     line=graph.key.stack[0],
                     stack=graph.key.stack,
+                    stream=graph.key.stream,
                     nodes=len(graph.nodes.names),
                     opaque=graph.nodes.opaque,
                     words=kinds.total(),

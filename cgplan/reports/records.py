@@ -283,6 +283,7 @@ class WatchedRecord(Record):
     name: str
     line: str  # of its capture
     stack: tuple[str, ...] = ()  # from that line outwards, without torch and cgplan
+    stream: int | None = None  # its handle; None on the tape
     nodes: int
     opaque: int
     words: int

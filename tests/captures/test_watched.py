@@ -123,6 +123,7 @@ def test_a_graph_whose_memory_lives_has_no_stale_pointer(
         graph = report.graphs[0]
         assert __file__ in graph.line
         assert graph.stack[0] == graph.line
+        assert (graph.stream is None) == backend.is_tape
         assert any("replay = capture(model, device)" in line for line in graph.stack[1:])
         names = {owner.name for owner in report.owners}
         assert {"Model.layers[1].qkv.weight", "Model.scale", "Model.cache"} <= names
