@@ -1,8 +1,12 @@
 """The keys of a model that are captured, at start-up and between batches.
 
 Note [Giving a key up]
-    A pool keeps its segments while a graph lives. If a key that is given up made it grow, all are
-    captured again.
+    A pool keeps its segments while a graph lives, so graphs are captured again in a new pool:
+
+    start-up, none captured     the next key, which is smaller
+    start-up, others captured   those again; keys that wait get no graph
+    service, the pool grew      those again, then keys that wait
+    service, else               the next key; no new pool
 """
 
 from __future__ import annotations
@@ -55,29 +59,23 @@ Progress = Callable[[CaptureProgress], None]
 
 
 class _Policy(NamedTuple):
-    """What start-up and service do differently.
+    """What start-up and service do differently; see Note [Giving a key up].
 
     Attributes:
         expected: Errors that cost a key its graph; others are raised.
-        remembers: Such a key is in ``failed``; else the budget ends captures.
-        keeps_graphs: So each key has warm-ups; else all may start again.
     """
 
     expected: tuple[type[CgplanError], ...]
-    remembers: bool
-    keeps_graphs: bool
+    in_service: bool = False
 
 
-_START_UP = _Policy(
-    (),
-    remembers=False,
-    keeps_graphs=False,
+_START_UP = _Policy(())
+_WITHIN_BUDGET = _Policy(
+    (CaptureMemoryError, RankFailedError),
 )
-_WITHIN_BUDGET = _START_UP._replace(expected=(CaptureMemoryError, RankFailedError))
 _IN_SERVICE = _Policy(
     (CaptureError, ModelError, ConfigError),
-    remembers=True,
-    keeps_graphs=True,
+    in_service=True,
 )
 
 
@@ -92,6 +90,7 @@ class CapturedKeys:
 
     Attributes:
         failed: Keys that are not tried again.
+        history: Captures in order, with those of evicted keys, since the pool was new.
     """
 
     graphs: ModelGraphs
@@ -234,12 +233,12 @@ class CapturedKeys:
         pools = self.graphs.pools
         pool_bytes = pools.nbytes
         waiting = list(keys)
-        served = set[Key]()  # before a key in service was given up
+        served = set[Key]()  # had graphs: the guard is not asked again
         done = 0
         while waiting:
             key = waiting.pop(0)
             if key not in served and not self.guard.allows(key):
-                if not policy.remembers:
+                if not policy.in_service:
                     break
                 self._remember_refusal(key)
                 continue
@@ -247,16 +246,16 @@ class CapturedKeys:
                 total = done + 1 + len(waiting)
                 self.progress(CaptureProgress(done, total, *key))
             done += 1
-            found = self._capture_one(key, 0 if policy.remembers else len(waiting))
+            found = self._capture_one(key, 0 if policy.in_service else len(waiting))
             if isinstance(found, GraphRecord):
                 self.history.append(found)
                 pool_bytes += found.pool_growth
                 continue
             captured = capture_order(self._records)
             if found is Next.START_AGAIN:
-                assert not policy.keeps_graphs, "captures in service have warm-ups"
+                assert not policy.in_service, "captures in service have warm-ups"
                 waiting = [*captured, key, *waiting]
-            elif policy.keeps_graphs:
+            elif policy.in_service:
                 if not captured or not pools.is_private or pools.nbytes <= pool_bytes:
                     pool_bytes = pools.nbytes
                     continue
@@ -279,7 +278,7 @@ class CapturedKeys:
         policy = self._policy
         try:
             with span(f"{key[0]} {key[1]}", num_tokens=key[1].num_tokens) as shown:
-                found = self._capturer.capture(key, keeps_others=policy.keeps_graphs)
+                found = self._capturer.capture(key, keeps_others=policy.in_service)
                 if isinstance(found, Next):
                     return found
                 for name in ("pool_growth", "driver_bytes", "nodes", "graphs"):
@@ -287,16 +286,16 @@ class CapturedKeys:
             self._records[key] = found
             if self.guard.keeps(key, remaining):
                 return found
-            if policy.remembers:
+            if policy.in_service:
                 self._remember_refusal(key)
         except policy.expected as error:
             drop_locals(error)
-            if policy.remembers:
+            if policy.in_service:
                 self._remember(key, type(error).__name__, error.message)
             else:
                 self.guard.ran_out(key, error)
         except BaseException:
-            if policy.keeps_graphs:
+            if policy.in_service:
                 self._give_up(key)
             raise
         self._give_up(key)

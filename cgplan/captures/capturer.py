@@ -47,11 +47,11 @@ _STOPPED = (
 
 
 class Next(Enum):
-    """After an attempt without a graph; all start again with warm-ups."""
+    """After an attempt without a graph."""
 
-    TRY_AGAIN = auto()
-    START_AGAIN = auto()
-    GIVE_UP = auto()
+    TRY_AGAIN = auto()  # this key, with a warm-up or another look
+    START_AGAIN = auto()  # all keys, with warm-ups
+    GIVE_UP = auto()  # by CapturedKeys alone
 
 
 class _Clock(NamedTuple):

@@ -71,7 +71,7 @@ class Calls:
         replayed, eager: Numbers of calls that graphs answered, and of others by reason.
     """
 
-    __graph_memory__ = True  # not model state
+    __graph_memory__ = True
 
     def __init__(self, learner: Learner) -> None:
         self.learner = learner

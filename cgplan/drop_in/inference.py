@@ -137,7 +137,7 @@ def _dim_of(given: Any) -> Dim | str:
 
 @dataclass(eq=False, repr=False)
 class Inference:
-    __graph_memory__ = True  # not model state
+    __graph_memory__ = True
 
     model: Callable[..., Any]
     signature: inspect.Signature

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 class Learner:
     """Watches runs of the model's own code, and decides what graphs may serve."""
 
-    __graph_memory__ = True  # not model state
+    __graph_memory__ = True
 
     model: Callable[..., Any]
     signature: inspect.Signature

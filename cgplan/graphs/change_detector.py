@@ -135,7 +135,7 @@ class ChangeDetector:
         at_once: Each call compares everything.
     """
 
-    __graph_memory__ = True  # not model state
+    __graph_memory__ = True
 
     def __init__(
         self,

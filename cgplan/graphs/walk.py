@@ -1,5 +1,5 @@
-"""What a record of a model enters, without objects with ``__graph_memory__``; no user code runs but
-``__tensor_flatten__``.
+"""What a record of a model enters: no objects with ``__graph_memory__``, which are not its state.
+No user code runs but ``__tensor_flatten__``.
 """
 
 from __future__ import annotations

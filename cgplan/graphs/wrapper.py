@@ -117,7 +117,7 @@ class CUDAGraphWrapper:
     Raises CgplanError for a wrong argument.
     """
 
-    __graph_memory__ = True  # not model state
+    __graph_memory__ = True
     _computes_while_capturing: ClassVar[bool] = False
 
     def __init__(
