@@ -26,7 +26,8 @@ class BatchCopy:
     """For batches of one size.
 
     Its functions take the batch's checked tensors in the order of the buffers, the current stream's
-    handle, and whether they are like ``path``'s tensors, without gaps and lazy conjugates.
+    handle, and whether they are like ``path``'s tensors, without gaps and lazy conjugates:
+    ``PreparedCall.is_alike``.
     """
 
     def __init__(
@@ -53,8 +54,8 @@ class BatchCopy:
         """Find the rows up to which padding is always due."""
         self._least_rows = list(self._padded_rows)
         for index, buffer in enumerate(self._buffers):
-            lasts = buffer.spec.pad != "last" and not buffer.written
-            if lasts or self._padded_rows[index] <= self._rows[index]:
+            keeps_padding = buffer.spec.pad != "last" and not buffer.written
+            if keeps_padding or self._padded_rows[index] <= self._rows[index]:
                 self._least_rows[index] = 0
         self._always_pads = any(self._least_rows)
 

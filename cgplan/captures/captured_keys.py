@@ -59,7 +59,7 @@ Progress = Callable[[CaptureProgress], None]
 
 
 class _Policy(NamedTuple):
-    """What start-up and service do differently; see Note [Giving a key up].
+    """What start-up and service do differently.
 
     Attributes:
         expected: Errors that cost a key its graph; others are raised.
@@ -199,7 +199,7 @@ class CapturedKeys:
                 new = capture_order(key for key in keys if key in missing)
                 self.capture_all(new)
                 if self._records.keys().isdisjoint(new):
-                    rehearsal.put_back.forget_captures()
+                    rehearsal.put_back.undo_first_use()
             self._note_workspace()
             self._audit_if_asked()
         except AuditError:

@@ -302,7 +302,7 @@ class Capturer:
         smallest = key
         for other in graphs.plan.keys:
             if Lane.of(*other) == lane:
-                smallest = other
+                smallest = other  # the last
         if smallest == key or self._warm_ups_of(rehearsal, smallest):
             return
         self._run_ahead.add(lane)
@@ -322,7 +322,7 @@ class Capturer:
     def _check(self, attempt: _Attempt, output: Any) -> None:
         graphs = self._graphs
         descriptor = attempt.key[1]
-        self.returns_nothing = not any(isinstance(leaf, Tensor) for leaf in tree_leaves(output))
+        self.returns_nothing |= not any(isinstance(leaf, Tensor) for leaf in tree_leaves(output))
         graphs.outputs.check(output, descriptor, graphs.padded_reqs(descriptor))
         if graphs.scope.entries:
             return

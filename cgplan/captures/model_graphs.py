@@ -200,7 +200,7 @@ class ModelGraphs(ModelForward):
             try:
                 yield rehearsal
             except BaseException:
-                rehearsal.put_back.forget_captures()
+                rehearsal.put_back.undo_first_use()
                 raise
             self.buffers.refill()
             self.backend.synchronize()

@@ -352,7 +352,7 @@ class Learner:
             stays = not failed and kind.stage is not Stage.EAGER
         finally:
             if not stays:
-                kept.forget_captures()
+                kept.undo_first_use()
             kept.restore()
         if failed:
             raise failed[0]

@@ -3,7 +3,8 @@
 Note [What is put back]
     Tensors and attributes, not other containers; dicts lose what they got if no graph stays. Small
     storages are rewound before each run: positions must not run past a cache. What was made on
-    first use stays, as captures rely on it; ``PutBack._first_use`` says what that is.
+    first use stays, as captures rely on it, as does what other attributes got first.
+    ``PutBack._first_use`` says what that is.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ Outcome = Literal["device", "host", "new", "not kept"]
 FirstUse = Literal["seen", "hidden"]
 
 
-class _New(NamedTuple):
+class _Unowned(NamedTuple):
+    """Written, and on no path of the model yet."""
+
     reference: StorageWeakRef
     copy: torch.UntypedStorage | None
     version: int | None
@@ -136,16 +139,16 @@ class PutBack:
         self.outcome: dict[str, tuple[int, Outcome]] = {}
         self.volatile = set[str]()
         self.written: dict[int, Written] = {}
-        self._new: dict[int, _New] = {}
+        self._unowned: dict[int, _Unowned] = {}
         self._state_at = self._storages(before)
         self._unseen: dict[int, Written] = {}  # small state, which only some sizes may write
         self.last: dict[str, Change] = {}
         self._paths = defaultdict[str, _PathChanges](_PathChanges)
-        self._count = 0  # of runs
+        self._count = 0  # of runs, which are numbered from 1
         self.key: Key | None = None  # of the next run
-        self._keys: list[Key | None] = []  # of runs
+        self._keys: list[Key | None] = [None]  # of runs
         self._last_uncaptured = dict[Key | None, int]()  # of a key, which ran to its end
-        self._first_after_restore = 0  # a run that began from attributes put back
+        self._restored_after = 0  # the last run before attributes were put back
         self._copied = Counter[Outcome]()  # bytes
         self._keeps_first_use = True
         self.newly_written: list[str] = []
@@ -171,8 +174,8 @@ class PutBack:
         captures: bool = False,
         enters_made: bool = False,
     ) -> Iterator[dict[str, Change]]:
-        """A block; yields its changes of Python, with ``enters_made`` also inside what earlier runs
-        made.
+        """A block of one run; its end fills the dict with the changes of Python, ``enters_made``:
+        also inside what earlier runs made.
         """
         found = dict[str, Change]()
         self.rewind()
@@ -186,13 +189,13 @@ class PutBack:
             now = self.before.changes()
             changed = _differing(self.last, now)
             if changed:
-                self._adopt_new()
-            self._new.clear()
-            number = self._count
+                self._adopt_unowned()
+            self._unowned.clear()
+            number = self._count + 1
             self._note_newly_written(versions)
             for written in self.written.values():
                 written.count_run(number, captures=captures)
-            self._count += 1
+            self._count = number
             self._keys.append(self.key)
             if is_whole and not captures:
                 self._last_uncaptured[self.key] = number
@@ -254,13 +257,13 @@ class PutBack:
                 saved = self._unseen.get(address)
                 self.written[address] = saved or self._saved(*self._state_at[address], storage)
                 continue
-            known = self._new.get(address)
+            known = self._unowned.get(address)
             if known is None or known.reference.expired():
                 reference = StorageWeakRef(storage)
                 copy = None
                 if storage.nbytes() <= _SMALL:
                     copy = storage.clone()
-                self._new[address] = _New(reference, copy, version_of(tensor))
+                self._unowned[address] = _Unowned(reference, copy, version_of(tensor))
 
     def _saved(
         self,
@@ -293,8 +296,8 @@ class PutBack:
             outcome,
         )
 
-    def _adopt_new(self) -> None:
-        new = {key: one for key, one in self._new.items() if not one.reference.expired()}
+    def _adopt_unowned(self) -> None:
+        new = {key: one for key, one in self._unowned.items() if not one.reference.expired()}
         if not new:
             return
         for address, (path, tensor) in self._storages(self._now()).items():
@@ -330,7 +333,7 @@ class PutBack:
         """Whether it was made on first use, and how that is seen; None: it gets its copy back. The
         first that holds:
 
-        seen    one run wrote it, and one run made something of Python
+        seen    one run wrote it, and one, maybe another, made something of Python
         seen    only runs wrote it that left entries in containers, which stay
         None    not one run, or a capture wrote it, or it is large
         None    only captures, or other sizes, came after that run
@@ -353,7 +356,7 @@ class PutBack:
         number = max(written.runs)
         if number >= self._last_uncaptured.get(self._keys[number], 0):
             return None
-        has_run_again = number < self._first_after_restore < self._count
+        has_run_again = number <= self._restored_after < self._count
         for known in self._paths.values():
             is_flag = known.runs == {number}
             may_be_flag = number in known.runs and not has_run_again
@@ -428,8 +431,8 @@ class PutBack:
                 written.captures = 0
                 written.after_first = written.after_run = written.storage.clone()
 
-    def forget_captures(self) -> None:
-        """Say that no graph stays: ``restore`` undoes all."""
+    def undo_first_use(self) -> None:
+        """So ``restore`` undoes all."""
         self._keeps_first_use = False
 
     def copied(
@@ -446,7 +449,7 @@ class PutBack:
     ) -> None:
         """Undo changes; between keys, large storages wait. The device is idle."""
         if self._count < 2:  # no second run tells first use apart
-            self.forget_captures()
+            self.undo_first_use()
         self.outcome.clear()
         for written in self.written.values():
             nbytes = written.storage.nbytes()
@@ -457,7 +460,7 @@ class PutBack:
                 written.put_back(written.after_first if first_use else written.copy)
             self.outcome[written.path] = nbytes, "new" if first_use else written.outcome
         if between_keys:
-            self._first_after_restore = self._first_after_restore or self._count
+            self._restored_after = self._restored_after or self._count
             if not self.last:
                 return
         made = self.made

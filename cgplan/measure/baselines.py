@@ -88,7 +88,7 @@ class BenchBatch:
         runner: GraphRunner,
     ) -> dict[str, Tensor]:
         """Tensors of a runner's call; filled static buffers if it copies none."""
-        is_eager = self.size > runner.wanted.max_capture_size
+        is_eager = self.size > runner.reachable.max_capture_size
         if is_eager or runner.config.compilation.cudagraph_copy_inputs:
             return self.tensors
         views = runner.input_views(self.size, self.descriptor.num_reqs)
@@ -524,7 +524,7 @@ class Comparison:
             return None, _UNLIKE
         redraws = baseline.stays_ready
         if baseline.record.name == OURS:
-            is_padded = size not in self.runner.wanted.capture_sizes
+            is_padded = size not in self.runner.reachable.capture_sizes
             redraws = is_padded or self.runner.config.compilation.compiler != "eager"
         if difference and size in self._draws and redraws:
             return None, _REDRAWN

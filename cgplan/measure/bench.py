@@ -134,7 +134,7 @@ def examples(runner: GraphRunner, size: int, *sizes: int) -> list[BenchBatch]:
     reqs, rest = divmod(size, plan.query_len)
     if not rest and reqs <= plan.max_num_seqs:
         kinds = [True]
-        dispatch = CudagraphDispatcher(runner.wanted).dispatch
+        dispatch = CudagraphDispatcher(runner.reachable).dispatch
         as_mixed, as_decode = (
             dispatch(
                 size,
@@ -178,7 +178,7 @@ def call_examples(runner: GraphRunner, times: int = 3) -> None:
 
 
 def _captured(runner: GraphRunner) -> list[tuple[int, ...]]:
-    return sorted({descriptor.box for _, descriptor in runner.wanted.keys})
+    return sorted({descriptor.box for _, descriptor in runner.reachable.keys})
 
 
 def _boxes(runner: GraphRunner) -> list[tuple[int, ...]]:

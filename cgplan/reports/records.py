@@ -115,7 +115,7 @@ class GraphRecord(KeyRecord):
     nodes: int | None  # tape: operators
     pool_growth: int
     driver_bytes: int | None  # in chunks: a key may show 0, the next several
-    warmup_seconds: float
+    warmup_seconds: float  # with the look; 0 without
     capture_seconds: float
     eager_pieces: int = 0
     segment_nodes: tuple[int, ...] = ()

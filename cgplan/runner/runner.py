@@ -87,7 +87,7 @@ class GraphRunner:
         self._handed: weakref.WeakSet[StagedBuffers] = weakref.WeakSet()
         self._replanner = Replanner(self.stats)
         self._replays_before = self.stats.replays
-        self._used = self._replays_before
+        self._replayed = self._replays_before  # until the last sleep
         self._serve(captured)
 
     # Each of these ends more than the one above: calls that were looked up; staged ones, too, as
@@ -147,7 +147,7 @@ class GraphRunner:
         return self.graphs.plan
 
     @property
-    def wanted(self) -> Plan:
+    def reachable(self) -> Plan:
         """``plan``, and what is captured on demand."""
         return self._captured.wanted if self.graphs.on_demand else self.plan
 
@@ -694,11 +694,11 @@ class GraphRunner:
                 return
             graphs = self.graphs
             self._before_sleep.refuse_reshaped(graphs.roots)
-            self._used = self.stats.replays - self._replays_before or self._used
+            self._replayed = self.stats.replays - self._replays_before or self._replayed
             keys = self._captured.asked.keys
             is_alone = graphs.is_alone
             if is_alone:
-                keys = tuple(key for key in keys if self._used[key])
+                keys = tuple(key for key in keys if self._replayed[key])
             self._capture_again(keys, on_demand=is_alone)
 
     def _free(self) -> None:

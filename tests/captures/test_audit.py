@@ -220,7 +220,7 @@ def test_a_workspace_of_an_evicted_graph(device: str) -> None:
 
     with torch.no_grad():
         runner = opened(Block(device, scratch), device, pool="per_graph", capture_policy="lazy")
-        runner.exchange(runner.wanted.keys)
+        runner.exchange(runner.reachable.keys)
         assert runner.audit().findings == ()
         kept.clear()
         runner.exchange(evicted=runner.plan.keys[:1])

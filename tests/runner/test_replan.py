@@ -138,7 +138,7 @@ def test_each_key_is_captured_when_first_met(backend: GraphBackend) -> None:
     runner = open_runner(backend, "lazy", model)
     assert model.calls == 0, "nothing runs before the first batch"
     assert sizes_of(runner) == []
-    assert list(runner.wanted.capture_sizes) == [2, 4, 16]
+    assert list(runner.reachable.capture_sizes) == [2, 4, 16]
     assert runner.report.waiting == 3
     for count, sizes in ((3, [4]), (4, [4]), (9, [4, 16]), (1, [2, 4, 16]), (16, [2, 4, 16])):
         x = rows(backend, count)
@@ -171,7 +171,7 @@ def test_evicted_keys_are_captured_again_on_demand(backend: GraphBackend) -> Non
         torch.testing.assert_close(equals_eager(runner, x=x), model(x), rtol=1e-4, atol=1e-5)
     assert sizes_of(runner) == [4, 16]
     assert runner.stats.captures == 3
-    runner.exchange(runner.wanted.keys, evicted=largest)
+    runner.exchange(runner.reachable.keys, evicted=largest)
     assert sizes_of(runner) == [2, 4, 16]
     assert not runner.report.waiting
     runner.close()
