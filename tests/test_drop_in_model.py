@@ -611,7 +611,9 @@ def test_the_configuration_is_saved(backend: GraphBackend, net: Net, tmp_path: P
     text = (tmp_path / "my.yaml").read_text()
     assert "# x: float32 [batch, 4]" in text
     assert f"target: {Net.__module__}:Net" in text
-    runner = cgplan.capture(net, config=tmp_path / "my.yaml")
+    assert "device: auto" in text
+    assert "To correct" not in text
+    runner = cgplan.capture(net, config=tmp_path / "my.yaml", device=backend.device)
     close(runner(x=x), wanted)
     assert runner.plan.capture_sizes == (1, 4)
     cgplan.graphed(lambda x: x + 1, example=(x,)).save_config(tmp_path / "other.yaml")

@@ -12,7 +12,7 @@ from cgplan.backends import select_backend
 from cgplan.cli.output import prints_aside
 from cgplan.config.template import InputGuess, starting_yaml
 from cgplan.drop_in import Graphed, graphed
-from cgplan.errors import ModelError
+from cgplan.errors import CgplanError, ModelError
 from cgplan.models.loading import ForwardArgument, call_target, forward_signature, load_model
 
 # ends of the names of arguments that mostly hold indices
@@ -56,9 +56,11 @@ def _of_call(
         example = call_target(call, {}, device=device)
         try:
             graphs: Graphed = graphed(made, example=example)
-        except TypeError as error:
+        except CgplanError:
+            raise
+        except Exception as error:  # of the model's code
             raise ModelError(
-                f"{target} does not take what {call} returns: {error}",
+                f"{target} does not take what {call} returns: {type(error).__name__}: {error}",
                 remedy="Return a tensor, a sequence or a mapping by name, for the forward.",
             ) from error
     return graphs.config_text(target, kwargs)

@@ -386,15 +386,12 @@ def schema(
 )
 def init(
     target: Annotated[
-        str | None,
+        str,
         Argument(help="package.module:callable, path/file.py:callable, or a Hugging Face model."),
-    ] = None,
+    ],
     kwargs: Annotated[
         str, Option(metavar="MAPPING", help="Keyword arguments of the target, as YAML or JSON.")
     ] = "{}",
-    example: Annotated[
-        str | None, Option(metavar="TARGET", help="The target, where --call is given.")
-    ] = None,
     call: Annotated[
         str | None,
         Option(metavar="TARGET", help="file.py:callable that returns the arguments of one call."),
@@ -405,11 +402,6 @@ def init(
     Inputs are read from the forward, or with --call from one call, which also tries padding. A
     Hugging Face model is an id in the local cache, or a folder, and gets random weights.
     """
-    made = target or example
-    if made is None or (example and not call):
-        raise ConfigError(
-            "no model, or --example without --call", remedy="Name the target that makes the model."
-        )
     from cgplan.config.load import read_yaml
 
     option = f"--kwargs {kwargs!r}"
@@ -419,7 +411,7 @@ def init(
         raise ConfigError(f"{option} is not a mapping of names to values", remedy=remedy)
     from cgplan.cli.init import starting_config
 
-    typer.echo(starting_config(made, arguments, call), nl=False)
+    typer.echo(starting_config(target, arguments, call), nl=False)
 
 
 _INSTALLED = Path(__file__).parents[1] / "examples"

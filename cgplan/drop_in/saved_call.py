@@ -124,6 +124,7 @@ def config_text(
             "compilation": _OF_GRAPHED,
         },
     )
+    values["device"] = "auto"
     made_by = dict[str, Any]()
     if target:
         made_by["target"] = target
@@ -141,7 +142,9 @@ def config_text(
         made_by = {"target": "cgplan.drop_in:as_called", "kwargs": made_by}
         key = "model.kwargs.target"
     values["model"] = made_by | values.get("model", {})
-    notes = ["Written by cgplan.graphed, which inferred:", *kind.notes]
+    notes = ["Written by cgplan, which inferred:", *kind.notes]
+    for name in sorted(kind.grows):
+        notes.append(f"To correct: dims.{name}.max, a guess from calls")
     if target is None:
         notes.append(
             f"To fill in: {key}, a function that returns the model, such as my_model.py:build"

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from commands import good, refused
+from commands import cgplan_command, good, refused
 
 import cgplan
 from cgplan.config import load_config
@@ -120,25 +120,34 @@ def test_init_of_one_call_captures_as_it_is(home: Path) -> None:
         "import torch\n\n\ndef example():\n    return {'x': torch.randn(3, 8)}\n"
     )
     text = good(
-        "init", "--example", "models.py:Net", "--call", "call.py:example", "--kwargs", "{width: 24}"
+        "init", "models.py:Net", "--call", "call.py:example", "--kwargs", "{width: 24}"
     ).stdout
     (home / "my.yaml").write_text(text)
     config = load_config("my.yaml")
     assert config.inputs["x"].shape == ("batch", 8)
-    assert "# batch: dimension 0 of x" in text
+    assert config.device == "auto"
+    assert text.startswith("# Written by cgplan, which inferred:\n# batch: dimension 0 of x")
+    assert "# To correct: dims.batch.max, a guess from calls" in text
     result = good("capture", "my.yaml", "--device", "cpu", "--json")
     assert len(CaptureReport.model_validate_json(result.stdout).records) == 5
 
 
-def test_init_of_a_call_that_the_model_does_not_take(home: Path) -> None:
-    (home / "call.py").write_text(
-        "import torch\n\n\ndef example():\n    return torch.ones(3, 8), 1, 2\n"
-    )
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ("torch.ones(3, 8), 1, 2", "TypeError: Net.forward() takes from 2 to 3 positional"),
+        ("torch.ones(3, 7)", "RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
+    ],
+)
+def test_init_of_a_call_that_the_model_does_not_take(
+    home: Path, arguments: str, problem: str
+) -> None:
+    (home / "call.py").write_text(f"import torch\n\n\ndef example():\n    return {arguments}\n")
     message = refused(cgplan.ModelError, "init", "models.py:Net", "--call", "call.py:example")
-    assert "models.py:Net does not take what call.py:example returns: " in message
-    assert "takes from 2 to 3 positional arguments" in message
+    assert f"models.py:Net does not take what call.py:example returns: {problem}" in message
 
 
-@pytest.mark.parametrize("arguments", [[], ["--example", "models.py:Net"]])
-def test_init_without_a_model(arguments: list[str]) -> None:
-    assert "no model" in refused(cgplan.ConfigError, "init", *arguments)
+def test_init_without_a_model(home: Path) -> None:
+    result = cgplan_command("init", "--call", "call.py:example")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "Missing argument 'target'" in result.stderr
