@@ -952,6 +952,14 @@ def test_wrong_dynamic(backend: GraphBackend) -> None:
         cgplan.graphed(nn.Linear(4, 4), example=5)
 
 
+def test_settings_that_no_graph_of_a_drop_in_can_have_are_refused_when_it_is_made() -> None:
+    with pytest.raises(ConfigError, match="cudagraph_mode is AUTO") as caught:
+        cgplan.graphed(nn.Linear(4, 4), compilation={"cudagraph_mode": "AUTO"})
+    assert "Let `cgplan capture` decide" in caught.value.remedy
+    with pytest.raises(ConfigError, match="did you mean 'cudagraph_capture_sizes'"):
+        cgplan.graphed(nn.Linear(4, 4), compilation={"sizes": [4]})
+
+
 # --- padding ----------------------------------------------------------------------------------------------------------
 
 

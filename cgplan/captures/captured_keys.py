@@ -59,11 +59,7 @@ Progress = Callable[[CaptureProgress], None]
 
 
 class _Policy(NamedTuple):
-    """What start-up and service do differently.
-
-    Attributes:
-        expected: Errors that cost a key its graph; others are raised.
-    """
+    """``expected``: Errors that cost a key its graph; others are raised."""
 
     expected: tuple[type[CgplanError], ...]
     in_service: bool = False
@@ -117,12 +113,6 @@ class CapturedKeys:
         self._environment = describe_environment(graphs.backend, self.asked.config_hash)
         in_plan = set(self.wanted.keys)
         self._left_out = [key for key in self.asked.keys if key not in in_plan]
-        self._left_out.sort(
-            key=lambda key: (
-                -key[1].num_tokens,
-                key[0] is CUDAGraphMode.FULL,
-            )
-        )
         self._policy = _WITHIN_BUDGET if self.guard.active else _START_UP
         self._loaded_bytes: int | None = None  # of kernels
         self._workspace_bytes: int | None = None  # None: nothing was captured
@@ -306,7 +296,12 @@ class CapturedKeys:
         self._remember(key, BudgetError.__name__, f"{stop.limit}: {stop.detail}")
 
     def _remember(self, key: Key, error: str, detail: str) -> None:
-        self.failed[key] = FailedKey(mode=key[0], descriptor=key[1], error=error, detail=detail)
+        self.failed[key] = FailedKey(
+            mode=key[0],
+            descriptor=key[1],
+            error=error,
+            detail=detail,
+        )
 
     def _give_up(self, key: Key) -> None:
         self._evict([key])

@@ -186,7 +186,7 @@ class ModelGraphs(ModelForward):
     @property
     def copied_bytes(self) -> int:
         """On the device, of the model's state."""
-        return 0 if self._rehearsal is None else self._rehearsal.put_back.copied()
+        return 0 if self._rehearsal is None else self._rehearsal.put_back.copied["device"]
 
     @contextmanager
     def first_captures(self) -> Iterator[Rehearsal]:

@@ -110,7 +110,10 @@ def _first_layers(module: nn.Module) -> dict[str, tuple[str, nn.Module]]:
     return found
 
 
-def _first_layer(node: fx.Node, module: nn.Module) -> tuple[str, nn.Module] | None:
+def _first_layer(
+    node: fx.Node,
+    module: nn.Module,
+) -> tuple[str, nn.Module] | None:
     """The first layer after a value, past layers that keep shape and dtype."""
     for user in node.users:
         if user.op != "call_module":
@@ -150,13 +153,7 @@ def _guess(
         shape = (*shape, *layer.normalized_shape)
         reason = f"{kind} over {list(layer.normalized_shape)}"
     elif layer is not None:
-        channels = int(
-            getattr(
-                layer,
-                "in_channels",
-                1,
-            )
-        )
+        channels: Any = layer.in_channels
         sides = [_IMAGE_SIDE] * _CONVOLUTIONS[type(layer)]
         shape = (*shape, channels, *sides)
         reason = f"{kind} with in_channels {channels}; the {_IMAGE_SIDE} is only usual"

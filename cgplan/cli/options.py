@@ -236,7 +236,7 @@ class DoctorRequest(Given):
 
         config = loaded.config
         if self.plan or has_ranks():
-            refuse_auto(config)
+            refuse_auto(config.compilation)
         plan = build_plan(config) if self.plan is None else load_plan(self.plan)
         target, kwargs = loaded.model_for(str(path))
         symbols = {extent.symbol for spec in config.tensors.values() for extent in spec.extents}

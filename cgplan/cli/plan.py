@@ -70,7 +70,7 @@ def run_plan(
     engine = request.engine
     path = request.path if vllm is None else None
     loaded = read_config(request.path, settings) if vllm is None else vllm.loaded
-    refuse_auto(loaded.config)
+    refuse_auto(loaded.config.compilation)
     loaded = _as_engine_runs(loaded, engine, is_read=vllm is not None)
     config = loaded.config
     files = [file for file, _ in loads.files]

@@ -129,9 +129,11 @@ def _nearest(path: Path_, root: type[BaseModel]) -> str:
             field = model.model_fields[str(parent)]
             model = _model_in(field.annotation) or model
     fields = list(model.model_fields)
-    hint = did_you_mean(str(name), fields, " (did you mean {!r}?)")
-    if hint:
-        return hint
+    same_end = [field for field in fields if field.endswith(f"_{name}")]
+    for near in (str(name), *same_end):
+        hint = did_you_mean(near, fields, " (did you mean {!r}?)")
+        if hint:
+            return hint
     for section, info in root.model_fields.items():
         inside = _model_in(info.annotation)
         is_mapping = "dict" in str(info.annotation)

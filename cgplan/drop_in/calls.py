@@ -17,6 +17,7 @@ from torch.utils._device import DeviceContext
 
 from cgplan.backends import select_backend
 from cgplan.backends.context import current_forward_context, is_capture_allowed
+from cgplan.backends.host_sync import storage_id
 from cgplan.captures.model_graphs import RealRows
 from cgplan.config import BudgetConfig, validate_config
 from cgplan.drop_in.call_form import (
@@ -201,7 +202,7 @@ class Calls:
         if not self.learner.tensor_ids.isdisjoint(map(id, tensors)):
             return True
         written = kind.written
-        return bool(written) and not written.isdisjoint(map(_storage_of, tensors))
+        return bool(written) and not written.isdisjoint(map(storage_id, tensors))
 
     def _run_unknown(
         self,
@@ -536,7 +537,3 @@ class Calls:
                 is_done = kind in self.learner.kinds  # else an exact one takes its place
                 if is_done and reason:
                     self.learner.tell_once(reason)
-
-
-def _storage_of(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)

@@ -23,6 +23,7 @@ from cgplan.drop_in.call_form import (
 )
 from cgplan.drop_in.kinds import Kind
 from cgplan.errors import ConfigError
+from cgplan.planning.build import refuse_auto
 
 BATCH = "batch"
 _MOST_NOTES = 16
@@ -88,6 +89,7 @@ class Settings:
             "address_check": "off",
         }
         self.compilation = CompilationConfig(**given)
+        refuse_auto(self.compilation)
 
     @property
     def recomputes(self) -> bool:

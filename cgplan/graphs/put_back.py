@@ -149,7 +149,7 @@ class PutBack:
         self._keys: list[Key | None] = [None]  # of runs
         self._last_uncaptured = dict[Key | None, int]()  # of a key, which ran to its end
         self._restored_after = 0  # the last run before attributes were put back
-        self._copied = Counter[Outcome]()  # bytes
+        self.copied = Counter[Outcome]()  # bytes
         self._keeps_first_use = True
         self.newly_written: list[str] = []
         for address, (path, tensor) in self._state_at.items():
@@ -274,19 +274,19 @@ class PutBack:
         nbytes = storage.nbytes()
         copy: torch.UntypedStorage | None = None
         outcome: Outcome = "not kept"
-        if self.copied("device") + nbytes <= self._limit:
+        if self.copied["device"] + nbytes <= self._limit:
             with suppress(torch.OutOfMemoryError):
                 copy = storage.clone()
                 outcome = "device"
         if (
             copy is None
             and storage.device.type != "cpu"
-            and self.copied("host") + nbytes <= _HOST_COPIES
+            and self.copied["host"] + nbytes <= _HOST_COPIES
         ):
             copy = storage.cpu()
             outcome = "host"
         if copy is not None:
-            self._copied[outcome] += nbytes
+            self.copied[outcome] += nbytes
         return Written(
             path,
             tensor,
@@ -305,7 +305,7 @@ class PutBack:
                 continue
             _, copy, version = new[address]
             if copy is not None:
-                self._copied["device"] += copy.nbytes()
+                self.copied["device"] += copy.nbytes()
             self.written[address] = Written(
                 path,
                 tensor,
@@ -435,13 +435,6 @@ class PutBack:
         """So ``restore`` undoes all."""
         self._keeps_first_use = False
 
-    def copied(
-        self,
-        where: Outcome = "device",
-    ) -> int:
-        """In bytes."""
-        return self._copied[where]
-
     def restore(
         self,
         *,
@@ -497,7 +490,7 @@ class PutBack:
         """An exception's frames may hold this object for long."""
         self.written.clear()
         self._unseen.clear()
-        self._copied.clear()
+        self.copied.clear()
 
 
 def _bind(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from math import prod
 
-from cgplan.config import Config, Dim
+from cgplan.config import CompilationConfig, Config, Dim
 from cgplan.errors import ConfigError, ModeError, PlanError
 from cgplan.modes import AttentionSupport, CUDAGraphMode
 from cgplan.planning.plan import (
@@ -95,9 +95,9 @@ def resolve_mode(config: Config) -> tuple[CUDAGraphMode, tuple[PlanChange, ...]]
     return mode, tuple(changes)
 
 
-def refuse_auto(config: Config) -> None:
+def refuse_auto(compilation: CompilationConfig) -> None:
     """Raise ConfigError if the mode is AUTO."""
-    if config.compilation.cudagraph_mode is CUDAGraphMode.AUTO:
+    if compilation.cudagraph_mode is CUDAGraphMode.AUTO:
         raise ConfigError(
             "cudagraph_mode is AUTO, and the graphs have to be known here before the model is "
             "measured",

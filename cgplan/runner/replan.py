@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from statistics import median
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from cgplan.captures.captured_keys import CapturedKeys
 from cgplan.captures.model_graphs import ModelGraphs
 from cgplan.captures.rehearsal import Rehearsal
-from cgplan.errors import CaptureMemoryError, CgplanError
+from cgplan.errors import CaptureMemoryError, CgplanError, TrafficError
 from cgplan.graphs.ambient import random_state_kept
 from cgplan.modes import CUDAGraphMode, Key
 from cgplan.optimizer.propose import propose
@@ -86,7 +87,7 @@ class Replanner:
         self,
         captured: CapturedKeys,
         traffic: Traffic | None,
-        times: StepTimes | None,
+        times: StepTimes | str | Path | None,
         costs: GraphCosts | None,
         reopen: Reopen | None = None,
     ) -> ReplanReport:
@@ -107,8 +108,15 @@ class Replanner:
         lost = uncapturable(captured.failed.values())
         if traffic is None:
             traffic = stats.traffic(self._mark)
+        elif not isinstance(traffic, Traffic):
+            raise TrafficError(
+                f"traffic is a {type(traffic).__name__}",
+                remedy="Give Traffic, such as runner.stats.traffic().",
+            )
         if times is None:
             times = self._step_times(graphs)
+        elif not isinstance(times, StepTimes):
+            times = StepTimes.load(times)
         if costs is None and captured.history:
             costs = _costs(captured)
         wanted = _proposal(captured, traffic, times, costs)

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from threading import get_ident
 from time import perf_counter_ns
 from typing import Any, Literal
@@ -622,7 +623,7 @@ class GraphRunner:
         self,
         *,
         traffic: Traffic | None = None,
-        times: StepTimes | None = None,
+        times: StepTimes | str | Path | None = None,
         costs: GraphCosts | None = None,
         apply: bool = True,
     ) -> ReplanReport:
@@ -631,7 +632,7 @@ class GraphRunner:
 
         Args:
             traffic: Absent: the batches since the last replan.
-            times: Absent: measured now, on padding.
+            times: Or their file. Absent: measured now, on padding.
             costs: Absent: those of the captures so far.
             apply: False: propose only.
 

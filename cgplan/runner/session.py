@@ -60,7 +60,7 @@ class CaptureSession:
     route: SplitRoute | None = None
 
     def __post_init__(self) -> None:
-        refuse_auto(self.config)
+        refuse_auto(self.config.compilation)
         policy = self.config.compilation.pool
         if self.pool is not None and policy != "shared":
             raise CgplanError(

@@ -107,7 +107,7 @@ def check_draft_tokens(number: int, allowed: Sequence[int]) -> None:
 
 
 def _check(config: Config) -> None:
-    refuse_auto(config)
+    refuse_auto(config.compilation)
     if config.speculative.num_speculative_tokens < 1:
         raise ConfigError(
             "speculative.num_speculative_tokens is 0: nothing is drafted",

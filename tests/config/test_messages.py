@@ -24,6 +24,10 @@ REFUSED = [
         "cudagraph_mode: FULL",
         "line 1: unknown key 'cudagraph_mode' (it belongs under 'compilation')",
     ),
+    (
+        "compilation: {sizes: [4]}",
+        "unknown key 'compilation.sizes' (did you mean 'cudagraph_capture_sizes'?)",
+    ),
     ("report:\n  zzz: 1", "(allowed here: sizes, repeats, warmups, nvtx)"),
     (
         "inputs:\n  x:\n    dtype: int8\n    shape: [1]\n    pads: 0",

@@ -36,6 +36,7 @@ from cgplan.errors import (
     CgplanError,
     DispatchMissError,
     InputError,
+    StepTimeError,
     TrafficError,
 )
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
@@ -522,6 +523,26 @@ def ask(runner: GraphRunner, backend: GraphBackend, *counts: int) -> None:
 def traffic_of(*counts: int) -> Traffic:
     """One batch of each size."""
     return Traffic.of([(Batch(count, count, True, 0), 1) for count in counts], "given")
+
+
+def test_a_replan_reads_the_file_of_step_times_and_refuses_that_of_traffic(
+    backend: GraphBackend, tmp_path: Path
+) -> None:
+    path = tmp_path / "times.csv"
+    table = ["mode,num_tokens,microseconds", "eager,1,1000", "eager,8192,33000"]
+    path.write_text("\n".join([*table, "FULL,1,100", "FULL,8192,22500"]))
+    runner = open_runner(backend, "adaptive", Net(backend), sizes=(8,))
+    given = traffic_of(5, 60)
+    read = runner.replan(traffic=given, times=str(path), apply=False)
+    known = runner.replan(traffic=given, times=StepTimes.load(path), apply=False)
+    assert read.difference == known.difference
+    assert read.difference.lanes[0].added
+    wrong: Any = str(path)
+    with pytest.raises(TrafficError, match="traffic is a str") as caught:
+        runner.replan(traffic=wrong, times=TIMES)
+    assert "runner.stats.traffic()" in caught.value.remedy
+    with pytest.raises(StepTimeError, match=r"missing\.csv"):
+        runner.replan(traffic=given, times=tmp_path / "missing.csv")
 
 
 def test_a_replan_captures_what_traffic_wants_and_evicts_the_rest(backend: GraphBackend) -> None:
