@@ -873,7 +873,7 @@ def test_transformers_generate_by_graphs(backend: GraphBackend) -> None:
             assert torch.equal(found, own)
     assert replays(g) > 50
     assert "captured again" not in g.explain()
-    with pytest.raises(InputError, match="may reach 40 tokens, and max_cache_len is 32"):
+    with pytest.raises(InputError, match="may cache 39 tokens, and max_cache_len is 32"):
         lm.generate(prompt, max_new_tokens=31)
     returned = lm.generate(prompt, max_new_tokens=4, return_dict_in_generate=True)
     lm.generate(prompt + 1, max_new_tokens=4)

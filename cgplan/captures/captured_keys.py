@@ -66,9 +66,7 @@ class _Policy(NamedTuple):
 
 
 _START_UP = _Policy(())
-_WITHIN_BUDGET = _Policy(
-    (CaptureMemoryError, RankFailedError),
-)
+_WITHIN_BUDGET = _Policy((CaptureMemoryError, RankFailedError))
 _IN_SERVICE = _Policy(
     (CaptureError, ModelError, ConfigError),
     in_service=True,

@@ -294,11 +294,10 @@ class Capturer:
         lane = Lane.of(*key)
         self._lanes.add(lane)
         if lane not in self._run_ahead and not self._all_need_warm_up:
-            self._run_smallest(rehearsal, key)
+            self._run_smallest(rehearsal, key, lane)
 
-    def _run_smallest(self, rehearsal: Rehearsal, key: Key) -> None:
+    def _run_smallest(self, rehearsal: Rehearsal, key: Key, lane: Lane) -> None:
         graphs = self._graphs
-        lane = Lane.of(*key)
         smallest = key
         for other in graphs.plan.keys:
             if Lane.of(*other) == lane:

@@ -379,12 +379,15 @@ def _times_of(
     subject = f"the step times of {file}"
     environment = report.environment
     loads.is_on_tape = environment.is_tape
+    source = times.source
+    if loads.is_on_tape:
+        source += f", {environment.backend}"
     notes = [*times.notes, *about(subject, report.capture.plan, environment, config)]
     measured_on = environment.as_machine
     if environment.driver is not None and machine not in (None, measured_on):
         found = named(machine_changes(machine, measured_on))
         notes.append(f"{subject} were measured on another machine than the costs: {found}")
-    return times.changed(notes=tuple(notes))
+    return times.changed(source=source, notes=tuple(notes))
 
 
 def _sources(

@@ -588,9 +588,10 @@ class _Generate:
         longest = length + setting("max_new_tokens", 0)
         if longest == length:
             longest = setting("max_length", length + _NEW_TOKENS)
-        if longest - 1 > self._max_cache_len:  # the last token is not cached
+        longest -= 1  # the last token is not cached
+        if longest > self._max_cache_len:
             raise InputError(
-                f"generate may reach {longest} tokens, and max_cache_len is {self._max_cache_len}",
+                f"generate may cache {longest} tokens, and max_cache_len is {self._max_cache_len}",
                 remedy="Ask for fewer by max_new_tokens, or set a larger max_cache_len.",
             )
         if generation_config is None:

@@ -150,11 +150,7 @@ class Learner:
     def family_of(self, call: Call) -> Family:
         return self._families.setdefault(without_constants(call.form), Family())
 
-    def kind_of(
-        self,
-        family: Family,
-        call: Call,
-    ) -> tuple[Kind, Sizes]:
+    def kind_of(self, family: Family, call: Call) -> tuple[Kind, Sizes]:
         known = self._kinds.setdefault(call.form, [])
         self._kinds.move_to_end(call.form)
         roots = object_roots(call.form)

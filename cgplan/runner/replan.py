@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from statistics import median
 
 import torch
@@ -87,7 +86,7 @@ class Replanner:
         self,
         captured: CapturedKeys,
         traffic: Traffic | None,
-        times: StepTimes | str | Path | None,
+        times: StepTimes | None,
         costs: GraphCosts | None,
         reopen: Reopen | None = None,
     ) -> ReplanReport:
@@ -115,8 +114,6 @@ class Replanner:
             )
         if times is None:
             times = self._step_times(graphs)
-        elif not isinstance(times, StepTimes):
-            times = StepTimes.load(times)
         if costs is None and captured.history:
             costs = _costs(captured)
         wanted = _proposal(captured, traffic, times, costs)

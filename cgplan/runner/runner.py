@@ -648,6 +648,8 @@ class GraphRunner:
                 raise CgplanError(
                     "replan inside runner.no_capture()", remedy="Call it after the block."
                 )
+            if isinstance(times, str | Path):
+                times = StepTimes.load(times)
             self._launcher.take_stream()
             self.graphs.check_autocast()
             if not apply:

@@ -556,6 +556,7 @@ def test_plan_says_whose_step_times_it_uses(home: Path) -> None:
         notes = " ".join(evidence["times_notes"])
         assert "not of a GPU" in notes
         assert ("measured with another configuration" in notes) == told
+    assert re.search(r"step times +bench\.json, .*cpu \(tape\)", unwrapped(good(*command).stdout))
     message = refused(errors.StepTimeError, *command, "--emit", "vllm")
     assert "of the CPU stand-in is not emitted" in message
     own = ("plan", "--vllm", "{}", "--traffic", "traffic.csv", "--step-times", "bench.json")
