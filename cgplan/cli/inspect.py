@@ -29,7 +29,6 @@ from cgplan.reports.layout import (
     titled,
 )
 from cgplan.reports.plan_tables import case_table, lane_table
-from cgplan.units import counted
 
 if TYPE_CHECKING:
     from cgplan.planning.costs import GraphCosts
@@ -141,10 +140,8 @@ def check_vllm(read: VllmConfig, file: Path | None) -> None:
         ]
     for line in read.notes:
         note(f"note: {line}")
-    drafts = len(plan.draft_keys)
-    draft = f" ({drafts} of them of the draft model)" if drafts else ""
     head = (
-        f"vLLM captures {counted(plan.num_graphs, 'graph')}{draft} in mode {plan.mode}, "
+        f"vLLM captures {plan.graph_words} in mode {plan.mode}, "
         f"sizes in tokens: {describe_sizes(plan.capture_sizes)}"
     )
     typer.echo(wrapped("\n".join((head, *describe_batches(plan), *said))))

@@ -335,7 +335,7 @@ class Loads:
     scale: Any = option(
         "These speeds together, such as 1,2,4.", metavar="LIST", parser=numbers, default="1"
     )
-    replicas: int = option("Servers that share the requests.", metavar="N", min=1, default=1)
+    replicas: int | None = option("Servers that share the requests.", metavar="N", min=1)
     speedup: float = option(
         "Requests of a trace arrive X times as fast.", metavar="X", min=1e-6, default=1.0
     )
@@ -365,7 +365,7 @@ class Loads:
         """Whether no option changes the traffic."""
         is_default = self.objective is Objective.robust
         said = self.weights or self.insurance is not None or not is_default
-        speeds = [self.replicas, *self.scales, *(speed for _, speed in self.files)]
+        speeds = [self.replicas or 1, *self.scales, *(speed for _, speed in self.files)]
         return not said and set(speeds) == {1}
 
 

@@ -162,12 +162,13 @@ def run_check(
         elif times.source != made.times_source:
             other = f"the plan was made with other step times: {made.times_source}"
             times = times.changed(notes=(other, *times.notes))
-        lists = 2 * made.apart + made.one_list
-        rules = {"insurance": made.insurance, "slo": made.slo, "lists": lists}
-    sources = _sources(config, loads, plan)
+        rules = made.model_dump(include={"insurance", "objective", "kv_tokens"})
+        rules |= {"slo": made.slo, "lists": 2 * made.apart + made.one_list}
+    replicas = loads.replicas or (made.replicas if made else 1)
     from cgplan.optimizer.decisions import Planner  # numpy from here on
 
-    planner = Planner(times, sources, replicas=loads.replicas, **rules)
+    sources = _sources(config, loads, plan, replicas)
+    planner = Planner(times, sources, replicas=replicas, **rules)
     check = planner.check(config, plan)
     publish(check, None, as_json=as_json)
     if check.slo_missed:
@@ -333,9 +334,10 @@ def _for_traffic(
             remedy="Give --step-times FILE: eager steps and graphs by size, at contexts as long as "
             "your requests'.",
         )
+    replicas = loads.replicas or 1
     planner = Planner(
         times,
-        _sources(config, loads, build_plan(config)),
+        _sources(config, loads, build_plan(config), replicas),
         priced.costs,
         priced.failed,
         INSURANCE if loads.insurance is None else loads.insurance,
@@ -344,7 +346,7 @@ def _for_traffic(
         slo=loads.slo or (),
         kv_tokens=loads.kv_cache_tokens,
         kv_token_bytes=loads.kv_token_bytes or priced.kv_token_bytes,
-        replicas=loads.replicas,
+        replicas=replicas,
         lists=lists,
     )
     plan = planner.decide(config)
@@ -394,13 +396,14 @@ def _sources(
     config: Config,
     loads: Loads,
     plan: Plan,
+    replicas: int,
 ) -> list[tuple[Source, float]]:
     """(load, weight): each file, or the `traffic` section, at each speed."""
     from cgplan.traffic.files import read_traffic, synthetic_requests
     from cgplan.traffic.simulation import RequestTrace
 
     rate = config.traffic.request_rate if config.traffic else None
-    servers = 1 if config.distributed.data_parallel_sync else loads.replicas
+    servers = 1 if config.distributed.data_parallel_sync else replicas
     found: list[Source] = []
     for file, speed in loads.files:
         found.append(read_traffic(file, plan, speedup=speed, request_rate=rate))
@@ -412,7 +415,7 @@ def _sources(
         if isinstance(source, RequestTrace):
             for scale in loads.scales:
                 sources.append((source.hurried(scale).spread(servers), weight))
-        elif loads.scales == (1.0,) and loads.replicas == 1:
+        elif loads.scales == (1.0,) and loads.replicas in (None, 1):
             sources.append((source, weight))
         else:
             raise TrafficError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 from cgplan.config import BudgetConfig, Config, with_values
@@ -19,7 +19,6 @@ from cgplan.optimizer.propose import (
     PlanInputs,
     best_case,
     point_of,
-    propose,
     use_of,
     with_sizes,
 )
@@ -143,25 +142,36 @@ class Planner:
                 )
         asked = config
         self._today = build_plan(asked)
-        notes = list[str]()
-        if self.any_mode:
-            config, case, notes = self._best_mode(config)
-        if not self.any_mode or self._is_large:
+        weighed = self._weighed(config)
+        config, case = weighed[0]
+        if self.any_mode and self._is_large:
             case = self._case(config)
+            weighed[0] = config, case
+        cases = {made.plan.mode: made for _, made in weighed}
+        notes = list[str]()
         miss = None
         if slo:
             miss = self._worst_miss(config, case.plan)
             said = "holds without graphs, too; those worth it stay"
             if not miss.holds or not self._worst_miss(config, build_plan(_eager(config))).holds:
-                case, miss = self._within_slo(config, case, miss)
+                held = []
+                for pair in weighed[:1] if self._is_large else weighed:
+                    fewest, its = self._within_slo(*pair)
+                    cases[fewest.plan.mode] = fewest
+                    graphs = math.inf
+                    if its.holds:
+                        graphs = fewest.plan.num_graphs
+                    held.append((graphs, fewest, its))
+                _, case, miss = min(held, key=itemgetter(0))
                 said = f"is missed with each number of graphs tried: {miss.text}"
                 if miss.holds:
-                    graphs = counted(len(case.plan.keys), "graph")
-                    said = f"holds with {graphs}, the fewest of those tried"
+                    said = f"holds with {case.plan.graph_words}, the fewest of those tried"
             share = miss.service.unmeasured
             if share:
                 said += f"; {share:.2%} of the steps are extrapolated"
             notes.append(f"SLO {', '.join(map(str, slo))} {said}")
+        if self.any_mode:
+            notes += self._mode_notes(cases, cases[self._today.mode], case)
         return self._with_evidence(asked, case, notes, miss)
 
     def check(self, config: Config, plan: Plan) -> PlanCheck:
@@ -178,20 +188,26 @@ class Planner:
             made = use_of(use, run, step_us=step_us, own_us=own_us)
             uses.append(made)
         own = point_of("this plan", run, graphs)
-        anew = propose(config, loads, times, **self._rules).evidence
-        best = [anew.as_point("planned anew")]
-        if graphs and graphs != anew.graphs:
-            as_many = config.changed(budget=BudgetConfig(max_graphs=graphs))
-            same = propose(as_many, loads, times, **self._rules).evidence
-            best.append(same.as_point(f"best with {graphs}"))
-        budget = config.budget
+        anew = self._case(config)
+        others = {"planned anew": anew.plan}
+        if graphs and graphs != len(anew.plan.keys):
+            as_many = config.changed(budget=BudgetConfig(max_graphs=plan.num_graphs))
+            others[f"best with {graphs}"] = self._case(as_many).plan
+        others |= anew.inputs.ladders
+        points = []
+        for name, other in others.items():
+            own_run = Run(other.keys, traffic, times)
+            point = point_of(
+                name,
+                own_run,
+                len(other.keys),
+            )
+            points.append(point)
         most = math.inf
-        limits = budget.max_graphs, budget.memory, budget.capture_time
-        if any(limit is not None for limit in limits):
-            most = max(graphs, budget.max_graphs or 0)
-        within = [ladder for ladder in anew.ladders if ladder.graphs <= most]
-        allowed = [own, *best, *within]
-        least = min(allowed, key=lambda point: point.expected_us)
+        if config.budget != BudgetConfig():
+            most = max(graphs, config.budget.max_graphs or 0)
+        allowed = [point for point in points if point.graphs <= most]
+        least = min(own, *allowed, key=lambda point: point.expected_us)
         regret = own.expected_us / least.expected_us - 1
         of_decode = None
         verdict = f"regret {regret:.2%}"
@@ -216,7 +232,7 @@ class Planner:
             traffic_weight=traffic.total,
             times_source=times.source,
             notes=(*traffic.notes, *times.notes_for(plan.mode)),
-            points=(own, *best, *anew.ladders),
+            points=(own, *points),
             regret=regret,
             decode_regret=of_decode,
             uses=tuple(uses),
@@ -363,13 +379,11 @@ class Planner:
 
     # --- the mode ---------------------------------------------------------------------------------
 
-    def _best_mode(
-        self,
-        config: Config,
-    ) -> tuple[Config, Case, list[str]]:
-        asked = self._case(config, of_first=True)
+    def _weighed(self, config: Config) -> list[tuple[Config, Case]]:
+        """The best plan of each mode that may be chosen, the mode with the shortest steps first."""
+        asked = self._case(config, of_first=self.any_mode)
         found = [(config, asked)]
-        for mode in self._modes:
+        for mode in self._modes if self.any_mode else ():
             other = with_values(config, "compilation", cudagraph_mode=mode)
             try:
                 if mode is asked.plan.mode or build_plan(other).mode is not mode:
@@ -377,29 +391,35 @@ class Planner:
                 found.append((other, self._case(other, of_first=True)))
             except (BudgetError, ModeError, PlanError, StepTimeError):
                 continue  # it cannot be planned
-        least = min(case.run.expected_us for _, case in found)
-        alike = [pair for pair in found if pair[1].run.expected_us <= least * (1 + ALIKE)]
-        chosen, best = min(alike, key=lambda pair: pair[1].plan.num_graphs)
-        notes = list[str]()
+        longest = min(case.run.expected_us for _, case in found) * (1 + ALIKE)
+
+        def place(pair: tuple[Config, Case]) -> tuple[bool, int]:
+            return pair[1].run.expected_us > longest, pair[1].plan.num_graphs
+
+        return sorted(found, key=place)
+
+    def _mode_notes(
+        self,
+        cases: Mapping[CUDAGraphMode, Case],
+        asked: Case,
+        best: Case,
+    ) -> Iterator[str]:
         if self._is_large:
-            notes.append(f"modes were weighed for the first {LARGE:,} requests")
+            yield f"modes were weighed for the first {LARGE:,} requests"
         step = best.run.expected_us
         if best is not asked:
-            notes.append(
+            yield (
                 f"mode {best.plan.mode}, not {asked.plan.mode}: "
-                f"{counted(best.plan.num_graphs, 'graph')} instead of {asked.plan.num_graphs}, "
+                f"{best.plan.graph_words} instead of {asked.plan.graph_words}, "
                 f"steps {step / asked.run.expected_us - 1:+.2%}; --mode keep forbids it"
             )
-        weighed = [case.plan.mode for _, case in found]
-        if self.times.full_of_decode and CUDAGraphMode.FULL not in weighed:
-            notes.append(f"mode FULL was not weighed: {FULL_OF_DECODE}")
-        for _, case in found:
+        if self.times.full_of_decode and CUDAGraphMode.FULL not in cases:
+            yield f"mode FULL was not weighed: {FULL_OF_DECODE}"
+        for case in cases.values():
             if case is not best:
                 own = case.run.expected_us
-                graphs = counted(case.plan.num_graphs, "graph")
                 took = f"{format_microseconds(own)} a step ({own / step - 1:+.2%})"
-                notes.append(f"mode {case.plan.mode}: {graphs}, {took}")
-        return chosen, best, notes
+                yield f"mode {case.plan.mode}: {case.plan.graph_words}, {took}"
 
     # --- what requests get ------------------------------------------------------------------------
 
@@ -438,11 +458,11 @@ class Planner:
         self,
         config: Config,
         case: Case,
-        first: Miss,
     ) -> tuple[Case, Miss]:
         """The fewest graphs of those tried, by halving, that hold the SLO; else the plan as it is,
         or one that comes notably nearer.
         """
+        first = self._worst_miss(config, case.plan)
         found = [(case, first)]
 
         def holds_with(graphs: int) -> bool:
@@ -489,13 +509,13 @@ class Planner:
         notes += self._as_kv_cache(config, plan)
         notes += self._other_bounds(config, self._shown(miss))
         if plan.draft_keys:
-            notes.append(
-                f"vLLM captures {counted(len(plan.draft_keys), 'graph')} of the draft model "
-                "besides; max_graphs counts them, costs and step times do not"
-            )
+            notes.append("max_graphs counts the draft model's graphs, costs and step times do not")
         proposal = case.proposal(
             service=tuple(self._points(config, plan, miss)),
             slo=tuple(self.slo),
+            objective=self.objective,
+            kv_tokens=self.kv_tokens,
+            replicas=self.replicas,
             slo_missed=None if miss is None or miss.holds else miss.text,
             decisions=tuple(notes),
         )

@@ -64,6 +64,7 @@ class LadderPoint(ParetoPoint):
 
     Attributes:
         unused: Graphs that run no batch.
+        drafts: Graphs of a draft model, which ``graphs`` does not count.
         equal, alike: The plan with the fewest graphs that is no slower, or at most 0.1%; None
             beyond the curve.
         no_gain: Steps are within 1% of the bound.
@@ -78,6 +79,7 @@ class LadderPoint(ParetoPoint):
     no_gain: bool = False
     decode_us: float | None = None
     mixed_us: float | None = None
+    drafts: int = 0
 
     @property
     def words(self) -> str:
@@ -212,6 +214,7 @@ class Evidence(Record):
         unmeasured: Share of the steps at sizes larger than those whose times were measured.
         decisions: On the mode and the SLO, and what other modes would cost, in sentences.
         slo: What the plan is to hold.
+        objective, kv_tokens, replicas: As ``Planner`` had them.
         slo_missed: How the plan misses an SLO that none holds, in words.
         binding: The limits that the next better plan breaks.
         next_graph: None if the curve ends there.
@@ -266,6 +269,9 @@ class Evidence(Record):
     decisions: tuple[str, ...] = ()
     step_times: dict[str, Any] | None = None
     unmeasured: float = 0.0
+    objective: str = "robust"
+    kv_tokens: int | None = None
+    replicas: int = 1
 
     def as_point(self, name: str) -> LadderPoint:
         """The plan's own figures, as a row beside ladders."""

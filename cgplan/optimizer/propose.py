@@ -68,6 +68,7 @@ from cgplan.planning.plan import (
     Lane,
     LeftOut,
     Plan,
+    budget_of,
     capture_config,
     capture_order,
     config_hash,
@@ -719,6 +720,7 @@ class Case:
             run,
             len(plan.keys),
             **curve.price(plan.keys),
+            drafts=len(plan.draft_keys),
             equal=self._point_within(step),
             alike=self._point_within(step + ALIKE * self._changeable_us),
             no_gain=step <= near,
@@ -760,18 +762,18 @@ class Case:
 
     def _broken(self, keys: Sequence[Key]) -> tuple[PlanLimit, ...]:
         cost = self.curve.price(capture_order(keys))
+        limits = budget_of(self.inputs.config)  # an SLO or a draft model may lower max_graphs
         spent: dict[PlanLimit, Any] = {
             "max_graphs": len(keys),
             "memory": cost["bytes"],
             "capture_time": cost["seconds"],
         }
         broken: list[PlanLimit] = []
-        if self.for_slo and len(keys) > len(self.plan.keys):
-            broken.append("slo")
         for name, used in spent.items():
-            most = self.plan.budget.get(name, math.inf)
+            most = limits.get(name, math.inf)
             if used is not None and used > most:
-                broken.append(name)
+                is_slo = self.for_slo and name == "max_graphs"
+                broken.append("slo" if is_slo else name)
         return tuple(broken)
 
     def _rule(self) -> str:

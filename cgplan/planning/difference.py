@@ -80,7 +80,8 @@ class PlanDifference(Record):
         memory: Predicted, in bytes; ``seconds`` of start-up likewise.
         expected_us: Microseconds of a step.
         failed: Keys that the new plan leaves out because they could not be captured, with errors.
-        settings: Of the resolved mode, the configurations, the budgets and the machines.
+        settings: Of the resolved mode, the configurations, the budgets, the machines, and
+            ``slo``, ``kv_tokens`` and ``replicas`` of the evidence.
         notes: Why figures may not be comparable.
     """
 
@@ -117,7 +118,7 @@ def compare(old: Plan, new: Plan) -> PlanDifference:
     failed = (new.evidence or {}).get("failed", ())
     return PlanDifference(
         lanes=tuple(lanes),
-        graphs=Figure(old=len(old.keys), new=len(new.keys)),
+        graphs=Figure(old=old.num_graphs, new=new.num_graphs),
         memory=_predicted(old, new, "total_bytes"),
         seconds=_predicted(old, new, "seconds"),
         expected_us=Figure(old=old.expected_us, new=new.expected_us),
@@ -134,11 +135,7 @@ def _predicted(
 ) -> Figure:
     return Figure(
         old=getattr(old.predicted, name, None),
-        new=getattr(
-            new.predicted,
-            name,
-            None,
-        ),
+        new=getattr(new.predicted, name, None),
     )
 
 
@@ -235,6 +232,14 @@ def _settings(
             yield change
     unlimited: dict[str, Any] = dict.fromkeys(BudgetConfig.model_fields)
     yield from _changes({"budget": unlimited | old.budget}, {"budget": unlimited | new.budget})
+    if old.evidence and new.evidence:
+        for change in _changes(old.evidence, new.evidence):
+            if change.name in (
+                "slo",
+                "kv_tokens",
+                "replicas",
+            ):
+                yield change
     if old.machine is not None and new.machine is not None:
         yield from machine_changes(old.machine, new.machine)
 
@@ -270,13 +275,12 @@ def _changes(
         was = before.get(name)
         now = after.get(name)
         if was != now:
-            found.append(
-                FieldChange(
-                    name=name,
-                    old=was,
-                    new=now,
-                )
+            change = FieldChange(
+                name=name,
+                old=was,
+                new=now,
             )
+            found.append(change)
     return found
 
 

@@ -270,6 +270,13 @@ class Plan(Record):
         return len(self.keys) + len(self.draft_keys)
 
     @property
+    def graph_words(self) -> str:
+        words = counted(self.num_graphs, "graph")
+        if self.draft_keys:
+            words += f" ({len(self.draft_keys)} of them of the draft model)"
+        return words
+
+    @property
     def expected_us(self) -> float | None:
         """Expected microseconds of a step over the traffic that the plan was made for."""
         expected = (self.evidence or {}).get("expected_us")

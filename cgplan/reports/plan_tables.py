@@ -50,7 +50,6 @@ from cgplan.reports.layout import (
 )
 from cgplan.reports.records import Beside, ReplanReport, Way
 from cgplan.units import (
-    counted,
     format_bytes,
     format_microseconds,
     format_seconds,
@@ -187,9 +186,10 @@ def _headline(plan: Plan, evidence: Evidence) -> str:
         asked = "configured"
     names = ASKED_FOR, asked
     ladder = next((ladder for ladder in evidence.ladders if ladder.name in names), None)
-    graphs = counted(len(plan.keys), "graph")
+    graphs = plan.graph_words
     if ladder and (plan.keys or ladder.graphs):
-        graphs += f" instead of {ladder.words}"
+        whole = ladder.changed(graphs=ladder.graphs + ladder.drafts)
+        graphs += f" instead of {whole.words}"
     cost = plan.predicted
     if not cost:
         hint = "; --costs tells start-up time and memory" if ladder else ""

@@ -21,6 +21,7 @@ from cgplan.reports import load_plan
 from cgplan.traffic.histogram import Percentiles, Service, StepShape
 from cgplan.traffic.simulation import simulate
 from cgplan.traffic.step_times import StepTimes
+from cgplan.units import format_microseconds
 
 TIMES = """mode,num_tokens,microseconds
 NONE,1,14000
@@ -164,6 +165,41 @@ def test_an_slo_binds_its_plan_and_checks_judge_by_it(home: Path) -> None:
     assert steps["verdict"].startswith("regret "), "steps tell nothing of requests"
 
 
+def test_an_slo_is_held_in_the_mode_with_the_fewest_graphs() -> None:
+    goal = ("--slo", "decode_p99=4ms")
+    keep = plan_of(*GIVEN, *goal, "--mode", "keep")
+    plan = plan_of(*GIVEN, *goal)
+    assert len(plan.keys) < len(keep.keys)
+    steps = keep.expected_us, plan.expected_us
+    assert all(steps)
+    change = f"{steps[0] / steps[1] - 1:+.2%}"  # type: ignore[operator]
+    took = f"{format_microseconds(steps[0])} a step ({change})"
+    assert f"mode FULL_AND_PIECEWISE: {keep.graph_words}, {took}" in decisions(plan)
+
+
+def test_a_check_serves_with_the_kv_cache_and_the_replicas_of_the_plan() -> None:
+    bounds = ("--kv-cache-tokens", "400", "--replicas", "2", "--speedup", "20")
+    plan = plan_of(*GIVEN, *bounds, "--slo", "ttft_p99=9s", "--output", "plan.json")
+    assert "a KV cache of 400 tokens" in str(plan.evidence)
+    check = ("plan", "check", "plan.json", *GIVEN[-4:-2], "--speedup", "20")
+    found = json.loads(good(*check, "--json").stdout)
+    assert "for 1 of 2 replicas" in found["traffic_source"]
+    assert "a KV cache of 400 tokens" in str(found["notes"])
+    alone = json.loads(good(*check, "--replicas", "1", "--json").stdout)
+    assert "replicas" not in alone["traffic_source"]
+    good(*GIVEN, "--speedup", "20", "--output", "other.json")
+    assert "kv_tokens  400 -> absent" in good("plan", "diff", "plan.json", "other.json").stdout
+
+
+@pytest.mark.parametrize("objective", ["robust", "mean"])
+def test_a_check_plans_anew_as_plan_does(objective: str) -> None:
+    plan = plan_of(*GIVEN, "--mode", "keep", "--objective", objective, "--output", "plan.json")
+    check = json.loads(good("plan", "check", "plan.json", *GIVEN[-4:-2], "--json").stdout)
+    anew = next(point for point in check["points"] if point["name"] == "planned anew")
+    assert anew["graphs"] == len(plan.keys)
+    assert check["regret"] < 1e-6
+
+
 def test_an_slo_is_held_by_each_load() -> None:
     goal = ("--slo", "ttft_p99=100ms", "--max-graphs", "12", "--mode", "keep")
     assert plan_of(*GIVEN, *goal).keys is not None
@@ -255,7 +291,7 @@ def test_decisions_without_traffic_are_refused(option: str) -> None:
     assert f"{name}: about traffic, and there is none" in refused(errors.ConfigError, *command)
 
 
-def test_a_draft_model_counts_in_the_budget() -> None:
+def test_a_draft_model_counts_in_the_budget(home: Path) -> None:
     drafted = ("--num-speculative-tokens", "3", "--speculative-method", "eagle")
     plan = plan_of(*GIVEN, *drafted, "--max-graphs", "24", "--mode", "keep")
     assert plan.draft_keys
@@ -263,7 +299,17 @@ def test_a_draft_model_counts_in_the_budget() -> None:
     assert plan.budget["max_graphs"] == 24
     again = plan_of(*GIVEN, *drafted, "--max-graphs", str(plan.num_graphs), "--mode", "keep")
     assert again.num_graphs == plan.num_graphs
-    assert "of the draft model besides" in decisions(plan)
+    assert "max_graphs counts the draft model's graphs" in decisions(plan)
+    drafts = len(plan.draft_keys)
+    words = f"Plan: {plan.num_graphs} graphs ({drafts} of them of the draft model) instead of"
+    good(*GIVEN, *drafted, "--output", "more.json")
+    more = load_plan(home / "more.json")
+    assert words in unwrapped(good(*GIVEN, *drafted, "--max-graphs", "24", "--mode", "keep").stdout)
+    assert plan.evidence is not None
+    assert "max_graphs" in plan.evidence["binding"]
+    plan_of(*GIVEN, *drafted, "--max-graphs", "24", "--mode", "keep", "--output", "few.json")
+    both = good("plan", "diff", "few.json", "more.json").stdout
+    assert re.search(rf"graphs +{plan.num_graphs} +{more.num_graphs} ", both)
     emitted = good(*GIVEN, *drafted, "--max-graphs", "24", "--mode", "keep", "--emit", "vllm")
     sizes = json.loads(emitted.stdout.split("'")[1])["cudagraph_capture_sizes"]
     assert sizes == list(plan.capture_sizes)
