@@ -32,7 +32,7 @@ from cgplan.traffic.simulation import (
     step_clock,
 )
 from cgplan.traffic.step_times import FULL_OF_DECODE, StepTimes
-from cgplan.units import counted, format_bytes, format_microseconds
+from cgplan.units import format_bytes, format_microseconds
 
 Source = Traffic | RequestTrace
 INSURANCE = 0.1  # if none is asked for
@@ -140,13 +140,12 @@ class Planner:
                     remedy="Give --traffic FILE with requests: arrivals, prompts, generated "
                     "tokens.",
                 )
-        asked = config
-        self._today = build_plan(asked)
+        self._today = build_plan(config)
         weighed = self._weighed(config)
-        config, case = weighed[0]
+        chosen, case = weighed[0]
         if self.any_mode and self._is_large:
-            case = self._case(config)
-            weighed[0] = config, case
+            case = self._case(chosen)
+            weighed[0] = chosen, case
         cases = {made.plan.mode: made for _, made in weighed}
         notes = list[str]()
         miss = None
@@ -172,7 +171,7 @@ class Planner:
             notes.append(f"SLO {', '.join(map(str, slo))} {said}")
         if self.any_mode:
             notes += self._mode_notes(cases, cases[self._today.mode], case)
-        return self._with_evidence(asked, case, notes, miss)
+        return self._with_evidence(config, case, notes, miss)
 
     def check(self, config: Config, plan: Plan) -> PlanCheck:
         """A plan on these loads, which it need not have been made for."""
@@ -215,10 +214,10 @@ class Planner:
             of_decode = own.decode_us / least.decode_us - 1
             verdict += f", of decode steps {of_decode:.2%}"
         took = format_microseconds(own.expected_us)
-        verdict += f": {took} a step with {counted(graphs, 'graph')}"
+        verdict += f": {took} a step by this plan"
         if least is not own:
             took = format_microseconds(least.expected_us)
-            verdict += f", {took} with {least.graphs} ({least.name})"
+            verdict += f", {took} ({least.name})"
         missed = None
         if self.slo and self._requests:
             miss = self._worst_miss(config, plan)
@@ -242,7 +241,12 @@ class Planner:
 
     # --- one plan ---------------------------------------------------------------------------------
 
-    def _case(self, config: Config, *, of_first: bool = False) -> Case:
+    def _case(
+        self,
+        config: Config,
+        *,
+        of_first: bool = False,
+    ) -> Case:
         """The plan within the budget, which the graphs of a draft model count in; ``of_first``: for
         the first ``LARGE`` requests.
         """
@@ -297,8 +301,8 @@ class Planner:
         if not others:
             return best
         note = (
-            "2 and 4 times the load were not planned for: the step would be more than "
-            f"{GIVEN_UP:.1%} longer; --scale 1,2,4 --objective worst plans for them"
+            "the p99 of decode and higher loads were not planned for: the step would be more than "
+            f"{GIVEN_UP:.1%} longer; with requests --scale 1,2,4 --objective worst plans for them"
         )
         return best.with_plan(notes=(*best.plan.notes, note))
 

@@ -488,7 +488,7 @@ class Curve:
         """Of 64 graphs; of 128 where the budget allows more, or 64 are not enough."""
         problem = self.problem
         found = Search(problem, Limits(FIRST))
-        near = problem.best_total + NO_GAIN * problem.changeable
+        near = problem.best_total + ALIKE * problem.changeable
         most = self.inputs.config.budget.max_graphs or 0
         if found.value[-1] > near or most > FIRST:
             found = Search(problem, Limits(LAST))
@@ -790,11 +790,11 @@ class Case:
             ladder += " and the vllm ladder"
         as_good = f"as good as {ladder} within {ALIKE:.1%}"
         if inputs.insured:
-            as_good += f", and {NO_GAIN:.0%} for batches that the traffic does not show"
+            as_good += f", and {NO_GAIN:.0%} for batches not in the traffic"
         why = "the budget binds nothing without costs" if self._unbounded else "no budget"
         rule = (
             f"{why}: the fewest graphs that are {as_good}, and bring {1 - CLOSE:.0%} of "
-            "what graphs can"
+            f"what graphs can, of up to {LAST}"
         )
         if inputs.is_bounded:
             rule = (

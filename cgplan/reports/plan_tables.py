@@ -465,12 +465,15 @@ def _reasons(evidence: Evidence) -> Iterator[Fact]:
     if evidence.insurance:
         included = "with insurance"
         unseen = "of the steps are of sizes that traffic need not show"
-        others = ""
-        if evidence.other_loads:
-            others = f", {evidence.other_loads:.0%} of other loads"
-        yield "insurance", f"{evidence.insurance:.0%} {unseen}{others}"
+        yield "insurance", f"{evidence.insurance:.0%} {unseen}"
     if evidence.other_loads:
-        yield "loads", f"2 and 4 times the load, and the p99 of decode{_worst(evidence.loads)}"
+        loads = evidence.loads
+        names = dict.fromkeys(load.source.partition(":")[0] for load in loads[1:])
+        told = f"{evidence.other_loads:.0%} of steps: {', '.join(names)}"
+        ratios = [load.expected_us / load.ladder_us for load in loads if load.ladder_us]
+        if ratios:
+            told += f"; steps {max(ratios) - 1:+.1%} at most"
+        yield "loads", told
     eager = "" if expected.eager is None else f"eager {format_microseconds(expected.eager)}, "
     bounds = f"{eager}with a graph for every size {format_microseconds(expected.bound)}"
     yield "step", f"{format_microseconds(expected.plan)} expected; {bounds}"
@@ -491,21 +494,6 @@ def _reasons(evidence: Evidence) -> Iterator[Fact]:
     if worth:
         brings = f"{format_microseconds(worth.microseconds)} a step ({worth.percent:.2g}%)"
         yield "next graph", brings if worth.percent >= 1e-3 else "would bring nothing"
-
-
-def _worst(loads: Sequence[LoadPoint]) -> str:
-    ratios = []
-    for load in loads:
-        if load.ladder_us:
-            ratios.append(load.expected_us / load.ladder_us)
-    if not ratios:
-        return ""
-    most = max(ratios) - 1
-    if abs(most) < LEAST_SHOWN:
-        return ": steps no longer than the ladder's"
-    if most > 0:
-        return f": at most {most:.1%} longer than the ladder's"
-    return f": at least {-most:.1%} shorter than the ladder's"
 
 
 def _ladders(evidence: Evidence) -> RenderableType | None:
@@ -606,8 +594,16 @@ def render_difference(
         lanes = Grid(difference.changed_lanes, *columns)
     both = Grid(
         [
-            _figure("graphs", difference.graphs, "{:.0f}".format),
-            _figure("memory", difference.memory, format_bytes),
+            _figure(
+                "graphs",
+                difference.graphs,
+                "{:.0f}".format,
+            ),
+            _figure(
+                "memory",
+                difference.memory,
+                format_bytes,
+            ),
             _figure("start-up", difference.seconds, format_seconds),
             _figure(
                 "expected step",

@@ -74,13 +74,16 @@ def _microseconds(value: object) -> float:
     text = str(value)
     if ":" not in text:
         with suppress(ValueError):
-            return float(text) * 1e6
+            number = float(text) * 1e6
+            if number <= _MOST_US:
+                return number
     try:
         # of the 7 digits of Azure's traces the last, 100 ns, is cut off
         moment = datetime.fromisoformat(text)
     except ValueError:
         raise ValueError(
-            "neither a date and time, such as 2023-11-16 18:17:03.979960, nor a number of seconds"
+            "neither a date and time, such as 2023-11-16 18:17:03.979960, nor a number of seconds; "
+            "divide milliseconds by 1000"
         ) from None
     zoned = moment.replace(tzinfo=moment.tzinfo or UTC)
     return (zoned - _EPOCH) / timedelta(microseconds=1)

@@ -613,3 +613,12 @@ def test_wrong_goals_are_refused() -> None:
         result = cgplan_command(*GIVEN, "--slo", wrong)
         assert result.exit_code == 2
         assert "is no SLO: write tpot_p99=30ms, the unit us, ms or s" in unwrapped(result.stderr)
+
+
+def test_the_line_of_loads_names_those_that_were_planned_for(home: Path) -> None:
+    share = r"loads +\d+% of steps: "
+    shown = unwrapped(good(*GIVEN, "--max-graphs", "8").stdout)
+    assert re.search(share + "2 times the load, 4 times the load, p99 of decode; steps ", shown)
+    rows = "".join(f"{n},{100 - n},{n},true\n" for n in range(1, 60))
+    (home / "trace.csv").write_text(f"num_tokens,count,num_reqs,uniform\n{rows}")
+    assert re.search(share + "p99 of decode; steps ", unwrapped(good(*GIVEN).stdout))

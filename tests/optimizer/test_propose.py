@@ -898,3 +898,13 @@ def test_a_list_of_v2_is_the_best_of_all_lists_as_the_dispatcher_runs_them(seed:
     assert found.evidence.expected_us.plan == pytest.approx(step(plan))
     if found.evidence.exact:
         assert step(plan) <= best * (1 + 2e-4), "what brings less than 0.01% is left out"
+
+
+def test_more_than_64_graphs_are_planned_for_where_those_are_not_as_good_as_the_ladder() -> None:
+    seen = traffic({StepShape(n, n, True): 1.0 for n in range(1, 257)})
+    steep = StepTimes.measured({(FULL, 0): {1: 110, 256: 25_600}, (NONE, 0): {1: 40_000}}, "steep")
+    every = config_of(seqs=256, sizes=list(range(1, 257, 3)))
+    evidence = propose(every, seen, steep).evidence
+    assert 64 < evidence.graphs <= 86
+    point = ladder(evidence, "configured")
+    assert evidence.expected_us.plan <= point.expected_us * (1 + 1e-3)
