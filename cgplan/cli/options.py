@@ -28,7 +28,10 @@ SHORT_FOR = {  # options by the key that they set
     "capture_time": "budget.capture_time",
 }
 PerformanceMode = StrEnum("PerformanceMode", "balanced interactivity throughput")
-SpeculativeMethod = StrEnum("SpeculativeMethod", "eagle mtp ngram draft_model suffix custom_class")
+SpeculativeMethod = StrEnum(
+    "SpeculativeMethod", "eagle eagle3 mtp deepseek_mtp ngram draft_model suffix custom_class"
+)
+SAME_METHOD = {"eagle3": "eagle", "deepseek_mtp": "mtp"}  # as vLLM captures them
 Runner = StrEnum("Runner", "v1 v2")
 Objective = StrEnum("Objective", "robust mean worst")
 ModeChoice = StrEnum("ModeChoice", "keep best")
@@ -404,6 +407,8 @@ OF_VLLM = "With --vllm: as vLLM's option."
 class VllmOptions:
     vllm: Any = option(
         "What vLLM's --compilation-config takes; {} is its default.",
+        "--vllm",
+        "--compilation-config",
         metavar="JSON",
         parser=compilation_config,
     )
@@ -434,7 +439,7 @@ class VllmOptions:
         options: dict[str, Any] = {}
         for name, value in vars(self).items():
             if name != "vllm" and value is not None and value is not False:
-                options[name] = value
+                options[name] = SAME_METHOD.get(value, value)
         if self.vllm is not None:
             from cgplan.planning.engines import read_vllm
 

@@ -103,10 +103,6 @@ class Planner:
 
     def __post_init__(self) -> None:
         self._apart = self.lists == 2
-        self._rules: dict[str, Any] = {
-            "insurance": self.insurance,
-            "one_list": self.lists == 1,
-        }
         self._higher = list[Traffic]()
         self._today: Plan | None = None
         self._modes = MODES
@@ -195,10 +191,9 @@ class Planner:
         others |= anew.inputs.ladders
         points = []
         for name, other in others.items():
-            own_run = Run(other.keys, traffic, times)
             point = point_of(
                 name,
-                own_run,
+                Run(other.keys, traffic, times),
                 len(other.keys),
             )
             points.append(point)
@@ -276,17 +271,23 @@ class Planner:
         return fits.with_plan(budget={**fits.plan.budget, "max_graphs": most})
 
     def _chosen(self, config: Config, of_first: bool) -> Case:
-        options: dict[str, Any] = {
-            "worst": self.objective == "worst",
-            "today": self._today,
-            **self._rules,
-        }
-        known = self.times, self.costs, self.failed
         others = self._others(config)
 
         def chosen_for(steps: list[tuple[Traffic, float]], share: float) -> Case:
             beside = [(other, share) for other in others] if share else ()
-            return best_case(PlanInputs(config, steps, *known, beside=beside, **options))
+            inputs = PlanInputs(
+                config,
+                steps,
+                self.times,
+                self.costs,
+                self.failed,
+                self.insurance,
+                beside,
+                worst=self.objective == "worst",
+                one_list=self.lists == 1,
+                today=self._today,
+            )
+            return best_case(inputs)
 
         steps = self.steps(config, build_plan(config), of_first=True)
         if self._requests:  # the times of steps change their batches

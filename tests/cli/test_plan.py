@@ -809,6 +809,8 @@ def test_vllm_check(home: Path) -> None:
         in v1
     )
     drafted = (*bounds, "--speculative-method", "mtp")
+    same = (*drafted[:-1], "deepseek_mtp", "--compilation-config", "{}")
+    assert good("vllm", "check", *same).stdout == good("vllm", "check", *drafted).stdout
     shown = unwrapped(good("vllm", "check", *drafted, "--log", str(START)).stdout)
     assert "vLLM captures 49 graphs (26 of them of the draft model) in mode" in shown
     assert "the log is of a start with 9 graphs, the configuration has 23" in shown
