@@ -166,6 +166,11 @@ class GraphWatch:
         every_replay: bool,
     ) -> None:
         self._roots = _named(roots)
+        if any(root is None for root in self._roots.values()):
+            raise ConfigError(
+                "a root of a watch is None",
+                remedy="Give objects whose tensors graphs read.",
+            )
         self.operators = operators
         self.every_replay = every_replay
         self._graphs = weakref.WeakKeyDictionary[Any, WatchedGraph]()
@@ -347,12 +352,12 @@ class GraphWatch:
             )
         backend = self._backend_of_graphs()
         proofs = proofs_of(backend, blocks_of(backend), twins, pools)
-        seen[0].proofs = proofs
         if proofs is None:
             raise ConfigError(
                 f"{seen[0].name} and {seen[1].name} have different nodes",
                 remedy="Capture one function twice, with equal shapes.",
             )
+        seen[0].proofs = proofs
 
     def baseline(self) -> WatchReport:
         """Findings that ``changed`` leaves out."""

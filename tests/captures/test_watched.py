@@ -474,6 +474,8 @@ def test_roots_without_names_are_refused(backend: GraphBackend) -> None:
         cgplan.watch([made(backend.device)])  # type: ignore[arg-type]
     with cgplan.watch() as watch, pytest.raises(ConfigError, match="are a Model"):
         watch.check(made(backend.device))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="a root of a watch is None"):
+        cgplan.watch({"model": None})
 
 
 @pytest.mark.gpu
@@ -623,15 +625,18 @@ def test_other_pairs_are_refused(backend: GraphBackend) -> None:
             graph = capture_raw(backend, lambda: x.mul(2))
             other = capture_raw(backend, lambda: x.mul(2).add(1))
             same = capture_raw(backend, lambda: x.mul(2), pool_of(backend, graph))
+            watch.prove(graph, capture_raw(backend, lambda: x.mul(2)))
+            proven = watch.check().graphs[0].kinds
             with pytest.raises(ConfigError, match="graph 0 and graph 1 have different nodes"):
                 watch.prove(graph, other)
+            assert watch.check().graphs[0].kinds == proven, "what was proven stays"
             for twin in (graph, same):
                 with pytest.raises(ConfigError, match="each in a pool of its own"):
                     watch.prove(graph, twin)
             for twin in (before, nn.Identity(), None):
                 with pytest.raises(ConfigError, match="two graphs that this watch saw"):
                     watch.prove(graph, twin)
-            assert "proven" not in watch.check().graphs[0].kinds
+            assert watch.check().graphs[0].kinds == proven
             alike = capture_raw(backend, lambda: x.mul(2))
         with pytest.raises(ConfigError, match="before the watch is closed"):
             watch.prove(graph, alike)
