@@ -274,6 +274,8 @@ class Capturer:
         return int(asked == "auto" and Lane.of(*key) not in self._lanes)
 
     def _warm_up(self, rehearsal: Rehearsal, key: Key, runs: int) -> None:
+        if not runs:
+            return
         graphs = self._graphs
         outside = graphs.facts.outside
         compiled = _Clock.now().compile_seconds
@@ -286,8 +288,6 @@ class Capturer:
                 graphs.warm_up(key)
             if outside:
                 outside += log.outside.tensors()
-        if not runs:
-            return
         graphs.backend.synchronize()
         is_quiet = _Clock.now().compile_seconds == compiled
         self._quiet_keys = self._quiet_keys + 1 if is_quiet else 0

@@ -154,9 +154,10 @@ class ModelGraphs(ModelForward):
         self.looked_at = put_back.before.summary()
         self._fingerprint = put_back.before.without_draws()
         self._note_written(put_back)
-        self.state_records = ()
+        records = list[StateRecord]()
         for path, (nbytes, kept) in put_back.outcome.items():
-            self.state_records += (StateRecord(path=path, nbytes=nbytes, kept=kept),)
+            records.append(StateRecord(path=path, nbytes=nbytes, kept=kept))
+        self.state_records = tuple(records)
         if not self.scope.is_open:
             self.seal()
 

@@ -22,7 +22,6 @@ from cgplan.config import (
     Override,
     read_config,
     validate_config,
-    with_values,
 )
 from cgplan.config.load import read_text
 from cgplan.errors import (
@@ -246,16 +245,16 @@ def _as_engine_runs(
     """The configuration as an engine runs by default; ``is_read``: from the engine's options."""
     config = loaded.config
     if engine == "sglang" and "scheduler.mixed_batches" not in loaded.origins:
-        config = with_values(config, "scheduler", mixed_batches=False)
+        config = config.with_values("scheduler", mixed_batches=False)
     if engine == "vllm" and not is_read and "compilation.key_rules" not in loaded.origins:
-        config = with_values(config, "compilation", key_rules="vllm_v2")
+        config = config.with_values("compilation", key_rules="vllm_v2")
     if engine == "trtllm":
         mode = build_plan(config).mode
         is_asked_for = not loaded.origin("compilation.cudagraph_mode").endswith("default")
         has_prefill = is_asked_for and mode.mixed_mode() is CUDAGraphMode.PIECEWISE
         if mode.has_mode(CUDAGraphMode.FULL) and not has_prefill:  # off by its default
             decode_alone = CUDAGraphMode.FULL_DECODE_ONLY
-            config = with_values(config, "compilation", cudagraph_mode=decode_alone)
+            config = config.with_values("compilation", cudagraph_mode=decode_alone)
     return replace(loaded, config=config)
 
 

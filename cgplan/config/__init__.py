@@ -7,7 +7,6 @@ from cgplan.config.load import (
     loaded_config,
     read_config,
     validate_config,
-    with_values,
 )
 from cgplan.config.schema import (
     BudgetConfig,
@@ -47,5 +46,4 @@ __all__ = [
     "loaded_config",
     "read_config",
     "validate_config",
-    "with_values",
 ]

@@ -78,16 +78,6 @@ def read_text(
         ) from None
 
 
-def with_values(
-    config: Config,
-    section: str,
-    **values: Any,
-) -> Config:
-    """A configuration with other values in one section, which are valid."""
-    changed = getattr(config, section).changed(**values)
-    return config.model_copy(update={section: changed})
-
-
 def _unpacked(data: bytes) -> bytes:
     """What a gzip or Zstandard file holds; other data as they are."""
     if data.startswith(b"\x1f\x8b"):

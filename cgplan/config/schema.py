@@ -648,9 +648,13 @@ class Config(Section):
     budget: BudgetConfig = Field(default_factory=BudgetConfig)
     """Limits on the cost of graphs."""
 
-    def with_compilation(self, **settings: Any) -> Config:
-        """The same with other settings of ``compilation``."""
-        return self.changed(compilation=self.compilation.changed(**settings))
+    def with_values(
+        self,
+        section: str,
+        **values: Any,
+    ) -> Config:
+        """The same with other values in one section, which are valid."""
+        return self.changed(**{section: getattr(self, section).changed(**values)})
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:

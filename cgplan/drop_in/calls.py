@@ -443,7 +443,7 @@ class Calls:
         plan = build_plan(config)
         held = sum(len(runner.plan.keys) for runner in self.learner.runners)
         if len(plan.keys) + held > settings.max_graphs:
-            config = config.with_compilation(capture_policy="lazy")
+            config = config.with_values("compilation", capture_policy="lazy")
             plan = build_plan(config)
         weak = weakref.proxy(kind)  # its runner holds the function
         return CaptureSession(

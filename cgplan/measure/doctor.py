@@ -84,7 +84,7 @@ def describe_split(
     if not piecewise:
         return None
     if not config.compilation.use_inductor_graph_partition:  # else inductor decides on the split
-        config = config.with_compilation(compiler="eager")
+        config = config.with_values("compilation", compiler="eager")
     graphs = ModelGraphs(plan, config, model, backend)
     smallest = piecewise[-1]
     try:

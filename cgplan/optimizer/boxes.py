@@ -144,7 +144,8 @@ def propose_boxes(
         )
 
     def plan_of(boxes: Sequence[Sequence[int]]) -> Plan:
-        return build_plan(config.with_compilation(boxes=tuple(boxes)))
+        full = config.with_values("compilation", boxes=tuple(boxes))
+        return build_plan(full)
 
     top = tuple(dim.top for dim in dims_of(config))
     case = _Case(

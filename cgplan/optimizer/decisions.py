@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
-from cgplan.config import BudgetConfig, Config, with_values
+from cgplan.config import BudgetConfig, Config
 from cgplan.errors import BudgetError, ModeError, PlanError, StepTimeError, TrafficError
 from cgplan.modes import CUDAGraphMode, Key
 from cgplan.optimizer.evidence import ASKED_FOR, PlanCheck, ServicePoint
@@ -254,7 +254,7 @@ class Planner:
         fits: Case | None = None
         while high - low > 1:
             middle = (low + high) // 2
-            bounded = with_values(config, "budget", max_graphs=middle)
+            bounded = config.with_values("budget", max_graphs=middle)
             case = self._captured(bounded, of_first)
             if case.plan.num_graphs <= most:
                 fits = case
@@ -389,7 +389,7 @@ class Planner:
         asked = self._case(config, of_first=self.any_mode)
         found = [(config, asked)]
         for mode in self._modes if self.any_mode else ():
-            other = with_values(config, "compilation", cudagraph_mode=mode)
+            other = config.with_values("compilation", cudagraph_mode=mode)
             try:
                 if mode is asked.plan.mode or build_plan(other).mode is not mode:
                     continue
@@ -472,7 +472,7 @@ class Planner:
 
         def holds_with(graphs: int) -> bool:
             try:
-                made = self._case(with_values(config, "budget", max_graphs=graphs))
+                made = self._case(config.with_values("budget", max_graphs=graphs))
             except BudgetError:
                 return False
             miss = self._worst_miss(config, made.plan)
@@ -567,7 +567,7 @@ class Planner:
             for value in (bound // 2, 2 * bound):
                 if not value or largest < min(bound, value + 1):
                     continue  # no step would be another one
-                bounded = with_values(config, "scheduler", **{name: value})
+                bounded = config.with_values("scheduler", **{name: value})
                 try:
                     other = build_plan(bounded)
                 except (ModeError, PlanError):
@@ -604,7 +604,7 @@ class Planner:
 
 
 def _eager(config: Config) -> Config:
-    return with_values(config, "compilation", cudagraph_mode=CUDAGraphMode.NONE)
+    return config.with_values("compilation", cudagraph_mode=CUDAGraphMode.NONE)
 
 
 def _gains(now: Service, other: Service) -> str:

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from cgplan.config import Config, with_values
+from cgplan.config import Config
 from cgplan.config.values import Record
 from cgplan.errors import BudgetError, PlanError
 from cgplan.modes import CUDAGraphMode, Key
@@ -355,8 +355,7 @@ def with_sizes(
     sizes: str | tuple[int, ...],
     most: int | None = None,
 ) -> Config:
-    return with_values(
-        config,
+    return config.with_values(
         "compilation",
         cudagraph_capture_sizes=sizes,
         max_cudagraph_capture_size=most,

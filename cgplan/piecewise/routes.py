@@ -159,7 +159,8 @@ def choose_route(
         refuse_unknown_ops(compilation.splitting_ops)
     if is_compiled or (piecewise and name == "ops"):
         if not piecewise:
-            config = config.with_compilation(
+            config = config.with_values(
+                "compilation",
                 splitting_ops=(),
                 use_inductor_graph_partition=False,
             )

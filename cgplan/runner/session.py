@@ -181,7 +181,7 @@ class CaptureSession:
         twin: GraphRunner | None = None
         has_wrappers = None in map(graphs.entry, plan.keys)
         if graphs.is_alone and not graphs.on_demand and not has_wrappers:
-            config = self.config.with_compilation(audit="off")
+            config = self.config.with_values("compilation", audit="off")
             session = replace(
                 self,
                 plan=plan.changed(config_hash=config_hash(config)),

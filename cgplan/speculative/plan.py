@@ -148,7 +148,7 @@ def _part(config: Config, mode: CUDAGraphMode, sizes: Sequence[int], **settings:
         "max_cudagraph_capture_size": None,
         "cudagraph_copy_inputs": True,  # one batch goes to two models
     }
-    return config.with_compilation(**settings)
+    return config.with_values("compilation", **settings)
 
 
 def _decode(
