@@ -444,8 +444,8 @@ class CompilationConfig(Section):
         Literal["off", "first", "always"],
         Off,
     ] = "always"
-    """When addresses that graphs read are checked. always: each call, changes of modules that
-    Python reports, and some addresses. first: each graph's first replay.
+    """When addresses that graphs read are checked. always: each call, with changes of modules
+    that Python reports. first: each graph's first replay.
     """
     state_copy: Bytes | None = None
     """Device memory, in units of `budget.memory`, for copies of state that warm-ups write and

@@ -131,9 +131,14 @@ class Calls:
                 return self._run_unknown(key, self._own_call(args, kwargs, form, tensors))
             if kind.eager_reason:
                 return self._run_model(kind.eager_reason, args, kwargs)
-            if kind.runner is None or not self.learner.holds():
+            learner = self.learner
+            holds = kind.runner is not None and learner.holds()
+            # else its replay may be thrown away
+            if holds and kind.written:
+                holds = learner.addresses_hold()
+            if not holds:
                 call = self._own_call(args, kwargs, form, tensors)
-                if kind.runner is None or self.learner.free_if_changed():
+                if kind.runner is None or learner.free_if_changed():
                     return self._run_unknown(key, call)
             if self._is_shared(kind, tensors):
                 return self._run_model(_SHARED, args, kwargs)
@@ -283,6 +288,8 @@ class Calls:
         except ModelError as error:  # failed in a comparison
             raise error.__cause__ or error from None
         else:
+            if not self.learner.addresses_hold() and self.learner.free_if_changed():
+                return self.run(args, kwargs)
             self.replayed += 1
             if kind.forward.differs:
                 self.learner.relearn(kind)

@@ -4,6 +4,10 @@ Note [Watched dicts and classes]
     CPython 3.12 reports changes of dicts and classes to a callback, which sets a flag alone, since
     it runs in the middle of other code. Other places are compared in rotation. CPython reports a
     class once for each version; a comparison gives it a new one, of which 3.13 has 1000.
+
+Note [Addresses]
+    Nothing reports `.data =`. To read an address takes 50 ns, so they are compared after a launch,
+    while the device works; its output is handed out after that.
 """
 
 from __future__ import annotations
@@ -16,6 +20,8 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
+import torch
+
 from cgplan.graphs.fingerprint import Change, Fingerprint, Place, Stateful
 from cgplan.graphs.walk import Contents, Via
 
@@ -23,6 +29,7 @@ from cgplan.graphs.walk import Contents, Via
 _WITH_WATCHER = (4, 1)
 _WITHOUT_WATCHER = (64, 256)
 _DEALLOCATED = 5
+address_of = torch._C.TensorBase.data_ptr
 _Compared = tuple[Any, Any, Any, tuple[Any, ...] | None]  # container, key, value, Place.tensor
 _flags: dict[int, list[list[bool]]] = {}  # by the address of a dict or class
 _lock = threading.RLock()  # of flags and what is watched: a watch may be closed by a collection
@@ -133,6 +140,9 @@ class ChangeDetector:
     Args:
         record: Its objects are held until ``close``.
         at_once: Each call compares everything.
+
+    Attributes:
+        tensors, addresses: See Note [Addresses].
     """
 
     __graph_memory__ = True
@@ -156,6 +166,8 @@ class ChangeDetector:
         self._watched = dict[int, tuple[str, Any]]()
         self._watch_all(counted, extents)
         self._all = list[_Compared]()
+        self.tensors = list[torch.Tensor]()
+        self.addresses = list[int]()
         tensors = list[_Compared]()
         others = list[_Compared]()
         for place in counted:
@@ -163,6 +175,8 @@ class ChangeDetector:
             self._all.append(compared)
             if place.address is not None:
                 tensors.append(compared)
+                self.tensors.append(place.value)
+                self.addresses.append(place.address)
             elif not self._is_reported(place):
                 others.append(compared)
         for extent in extents:
@@ -237,6 +251,13 @@ class ChangeDetector:
         self._at = (self._at + 1) % len(self._chunks)
         return _holds(chunk)
 
+    def addresses_hold(self) -> bool:
+        """Of all tensors; see Note [Addresses]."""
+        if [*map(address_of, self.tensors)] != self.addresses:
+            self._flag[0] = True
+            return False
+        return True
+
     def holds_all(self) -> bool:
         """Each place holds the same object at its address."""
         self._reset()
@@ -277,6 +298,7 @@ class ChangeDetector:
         self._watched = {}
         self._chunks = []
         self._all = []
+        self.tensors = []
 
     def __del__(self) -> None:
         if _lock is not None:  # at the interpreter's end

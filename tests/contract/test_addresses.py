@@ -5,6 +5,8 @@ Each test first shows the hazard with the bare backend, then what a runner makes
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import ways
@@ -26,6 +28,7 @@ from ways import (
     open_runner,
 )
 
+import cgplan
 from cgplan import (
     AddressError,
     BatchDescriptor,
@@ -118,6 +121,52 @@ def test_a_parameter_that_was_rebound(backend: GraphBackend, way: str, how: str)
     with pytest.raises(AddressError, match="weight") as caught:
         runner(x=full(backend, 1, 8, 2))
     assert "in place" in caught.value.remedy
+
+
+class Deep(nn.Module):
+    """Many tensors; counts what it has seen, where asked."""
+
+    def __init__(self, device: torch.device, *, counts: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2, 2, device=device) for _ in range(150))
+        self.register_buffer("total", torch.zeros(2, device=device))
+        self.counts = counts
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        if self.counts:
+            self.total.add_(x.sum(0))  # type: ignore[operator]
+            x = x + self.total  # type: ignore[operator]
+        return x
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("counts", [False, True])
+def test_one_of_300_tensors_moves(backend: GraphBackend, counts: bool) -> None:
+    """Nothing tells of `.data =`. The call after it is answered with the new weight, and writes state once; a declared
+    runner raises."""
+    x = torch.randn(3, 2, device=backend.device)
+    model = Deep(backend.device, counts=counts).eval()
+    own = copy.deepcopy(model)
+    g = cgplan.graphed(model, dynamic={}, verify="first")
+    for _ in range(5):
+        torch.testing.assert_close(g(x), own(x))
+    for at in (149, 3, 77):
+        for layers in (model.layers, own.layers):
+            layers[at].weight.data = layers[at].weight.data * 2  # type: ignore[union-attr, operator]
+        torch.testing.assert_close(g(x), own(x))
+        torch.testing.assert_close(g(x), own(x))
+    assert g.graph_calls == 9
+    compilation = {"cudagraph_mode": "FULL", "cudagraph_capture_sizes": [3]}
+    inputs = {"x": cgplan.Input(shape=("num_tokens", 2), dtype=torch.float32, pad=0)}
+    runner = cgplan.capture(own, inputs=inputs, compilation=compilation, device=backend.device)
+    for _ in range(3):
+        runner(x=x)
+    own.layers[149].weight.data = own.layers[149].weight.data.clone()  # type: ignore[union-attr, operator]
+    with pytest.raises(AddressError, match=r"layers\[149\]\.weight"):
+        runner(x=x)
+    runner.close()
 
 
 @each_size

@@ -139,6 +139,21 @@ def test_other_changes_are_seen_within_one_rotation(name: str, way: str) -> None
     assert path in watch.changes()
 
 
+@pytest.mark.parametrize("at", [0, 7, 19])
+def test_each_look_after_a_launch_sees_one_tensor_that_moved(at: int, way: str) -> None:
+    model = Model()
+    watch = watch_of(model)
+    assert watch.addresses_hold()
+    weight = model.layers[at].weight
+    kept = weight.data
+    weight.data = kept.clone()  # type: ignore[operator]
+    assert not watch.addresses_hold()
+    assert not watch.holds()
+    assert f"model.layers[{at}].weight" in watch.changes()
+    weight.data = kept
+    assert watch.addresses_hold()
+
+
 @pytest.mark.parametrize("name", [*TOLD, *UNTOLD])
 def test_where_all_is_compared_at_once_the_next_call_sees_each_change(name: str, way: str) -> None:
     model = Model()
