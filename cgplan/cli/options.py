@@ -107,6 +107,16 @@ def numbers(text: str) -> tuple[float, ...]:
     return found
 
 
+def whole(text: str, least: int = 0) -> int:
+    try:
+        found = int(text)
+    except ValueError:
+        found = -1
+    if found < least:
+        raise BadParameter(f"{text!r} is no whole number from {least}: write 16000 or 16_000")
+    return found
+
+
 def share(text: str) -> float:
     """``1%`` or ``0.01``."""
     try:
@@ -147,6 +157,8 @@ def traffic_file(text: str) -> tuple[Path, float]:
 
 
 # Options of several groups.
+count = partial(option, metavar="N", parser=whole)
+count_from_1 = partial(count, parser=partial(whole, least=1))
 JSON = partial(flag, "Print JSON on standard output, and nothing else there.", "--json")
 HTML = partial(file_option, "Also write it as one HTML file, with charts.")
 OUTPUT = partial(file_option, "Also save the result as JSON in this file.", "--output", "-o")
@@ -288,7 +300,7 @@ class CaptureRequest(DoctorRequest):
 class PlanRequest(Given):
     file: Path | None = option("", hidden=True)
     costs: str | None = COSTS()
-    max_graphs: int | None = option("Short for --set budget.max_graphs=N.")
+    max_graphs: int | None = count("Short for --set budget.max_graphs=N.")
     memory: str | None = option("Short for --set budget.memory=2GiB.", metavar="BYTES")
     capture_time: str | None = option("Short for --set budget.capture_time=30s.", metavar="TIME")
     emit: EngineName | None = option("Print the plan for an engine, and nothing else.")
@@ -338,7 +350,7 @@ class Loads:
     scale: Any = option(
         "These speeds together, such as 1,2,4.", metavar="LIST", parser=numbers, default="1"
     )
-    replicas: int | None = option("Servers that share the requests.", metavar="N", min=1)
+    replicas: int | None = count_from_1("Servers that share the requests.")
     speedup: float = option(
         "Requests of a trace arrive X times as fast.", metavar="X", min=1e-6, default=1.0
     )
@@ -396,8 +408,8 @@ class PlannedLoads(Loads):
         metavar="NAME=TIME",
         parser=goal,
     )
-    kv_cache_tokens: int | None = option("Tokens that the KV cache holds; absent: all.", min=1)
-    kv_token_bytes: int | None = option("Bytes of a token in the KV cache.", min=1)
+    kv_cache_tokens: int | None = count_from_1("Tokens that the KV cache holds; absent: all.")
+    kv_token_bytes: int | None = count_from_1("Bytes of a token in the KV cache.")
 
 
 OF_VLLM = "With --vllm: as vLLM's option."
@@ -412,14 +424,14 @@ class VllmOptions:
         metavar="JSON",
         parser=compilation_config,
     )
-    max_num_seqs: int | None = option(OF_VLLM)
-    max_num_batched_tokens: int | None = option(OF_VLLM)
-    num_speculative_tokens: int | None = option("With --vllm: of vLLM's --speculative-config.")
+    max_num_seqs: int | None = count(OF_VLLM)
+    max_num_batched_tokens: int | None = count(OF_VLLM)
+    num_speculative_tokens: int | None = count("With --vllm: of vLLM's --speculative-config.")
     speculative_method: SpeculativeMethod | None = option(
         "With --vllm: method of vLLM's --speculative-config."
     )
     runner: Runner | None = option("With --vllm: its model runner; v2 if it can be.")
-    max_loras: int | None = option("With --vllm: as vLLM's option, for --enable-lora.")
+    max_loras: int | None = count("With --vllm: as vLLM's option, for --enable-lora.")
     specialize_active_lora: bool = flag(OF_VLLM, "--specialize-active-lora")
     performance_mode: PerformanceMode | None = option(OF_VLLM)
     enforce_eager: bool = flag("", "--enforce-eager", hidden=True)

@@ -228,7 +228,7 @@ class Calls:
             learner.free_if_changed()
         family = learner.family_of(call)
         if family.skips_a_call():
-            reason = "an object argument is in another state at each call"
+            reason = "an object argument is new or in another state at each call"
             kinds = {type(value).__name__ for value in objects_in(call.form)}
             learner.tell_once(
                 f"{reason}, {' or '.join(sorted(kinds))}: graphs need one object whose Python "

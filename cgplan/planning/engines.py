@@ -305,6 +305,12 @@ def _parse(text: str) -> dict[str, Any]:
             f"{OPTION}: vLLM has no cudagraph_mode AUTO",
             remedy="Give NONE, PIECEWISE, FULL, FULL_DECODE_ONLY or FULL_AND_PIECEWISE.",
         )
+    sizes = given.get("cudagraph_capture_sizes")
+    if isinstance(sizes, str):
+        raise ConfigError(
+            f"{OPTION}: found cudagraph_capture_sizes {sizes!r}, vLLM takes a list of numbers",
+            remedy="Give a list; --set compilation.cudagraph_capture_sizes takes a ladder's name.",
+        )
     if isinstance(number, int):  # vLLM takes the values of its runtime modes, too
         names = {mode.value: mode.name for mode in RUNTIME_MODES}
         given["cudagraph_mode"] = names.get(number, number)

@@ -1059,6 +1059,9 @@ def test_what_a_plan_of_several_sizes_refuses(home: Path) -> None:
         ("inspect --vllm {} --enforce-eager", "leave it out"),
         ("plan --vllm {} --max-num-seqs 100 --max-num-batched-tokens 64", "which vLLM refuses"),
         ("vllm check --max-num-seqs 100 --max-num-batched-tokens 64", "which vLLM refuses"),
+        ("plan --vllm {} --max-num-batched-tokens 8k", "'8k' is no whole number"),
+        ("plan --vllm {} --kv-cache-tokens 373,344", "write 16000 or 16_000"),
+        ("plan --vllm {} --kv-cache-tokens 0", "'0' is no whole number from 1"),
     ],
 )
 def test_options_of_vllm_that_cannot_be_planned_are_explained(command: str, said: str) -> None:
@@ -1068,7 +1071,7 @@ def test_options_of_vllm_that_cannot_be_planned_are_explained(command: str, said
 
 
 def test_as_many_tokens_as_requests_are_planned_for_vllm() -> None:
-    good("plan", "--vllm", "{}", "--max-num-seqs", "64", "--max-num-batched-tokens", "64")
+    good("plan", "--vllm", "{}", "--max-num-seqs", "64", "--max-num-batched-tokens", "6_4")
 
 
 @pytest.mark.parametrize(

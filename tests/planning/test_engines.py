@@ -641,6 +641,10 @@ def test_no_size_that_is_left_is_a_plan_error() -> None:
             ["cudagraph_capture_sizes.0: found 0, expected greater than"],
         ),
         (
+            '{"cudagraph_capture_sizes": "sglang"}',
+            ["--vllm: found cudagraph_capture_sizes 'sglang'", "a list of numbers"],
+        ),
+        (
             '{"cudagraph_capture_sizes": [4], "max_cudagraph_capture_size": 8}',
             ["remove one of the two"],
         ),

@@ -197,7 +197,7 @@ def test_pages_tell_of_a_busy_machine() -> None:
         replay = record.replay.model_copy(update={"p99": 9 * record.replay.median})
         records.append(record.model_copy(update={"replay": replay}))
     busy = bench.model_copy(update={"records": tuple(records)})
-    told = "the machine is busy: p99 of replays is 9 times their median"
+    told = "the machine is busy: replay p99 is 9 times the median"
     for report, count in (
         (bench, 0),
         (busy, 1),

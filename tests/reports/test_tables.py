@@ -258,13 +258,22 @@ def test_a_bench_says_where_graphs_are_slower(
     assert ("Calls that follow one another" in text) == gpu
 
 
+@pytest.mark.parametrize("name", ["eager", "graph", "replay"])
 @pytest.mark.parametrize(("p99", "said"), [(3000.0, False), (4500.0, True)])
-def test_a_bench_says_that_the_machine_is_busy(p99: float, said: bool) -> None:
+def test_a_bench_says_that_the_machine_is_busy(name: str, p99: float, said: bool) -> None:
     report = golden_report("bench_gpu")
-    replay = Timing(median=1500.0, p99=p99)
-    records = [record.model_copy(update={"replay": replay}) for record in report.records]
+    time = Timing(median=1500.0, p99=p99)
+    records = [record.model_copy(update={name: time}) for record in report.records]
     text = render_text(report.model_copy(update={"records": tuple(records)}))
-    assert ("the machine is busy: p99 of replays is 3 times their median" in text) == said
+    assert (f"the machine is busy: {name} p99 is 3 times the median" in text) == said
+
+
+def test_one_call_that_was_held_up_makes_the_machine_busy() -> None:
+    report = golden_report("bench_gpu")
+    graph = Timing(median=500.0, p99=276_000.0)
+    records = [report.records[0].model_copy(update={"graph": graph}), *report.records[1:]]
+    text = render_text(report.model_copy(update={"records": tuple(records)}))
+    assert "the machine is busy: graph p99 is" in text
 
 
 def test_a_bench_says_what_no_replay_can_be_faster_than() -> None:
