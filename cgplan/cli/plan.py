@@ -381,14 +381,16 @@ def _times_of(
     environment = report.environment
     loads.is_on_tape = environment.is_tape
     source = times.source
+    doubt = ""
     if loads.is_on_tape:
         source += f", {environment.backend}"
+        doubt = f"by times of {environment.backend}, not of a GPU: "
     notes = [*times.notes, *about(subject, report.capture.plan, environment, config)]
     measured_on = environment.as_machine
     if environment.driver is not None and machine not in (None, measured_on):
         found = named(machine_changes(machine, measured_on))
         notes.append(f"{subject} were measured on another machine than the costs: {found}")
-    return times.changed(source=source, notes=tuple(notes))
+    return times.changed(source=source, notes=tuple(notes), doubt=doubt)
 
 
 def _sources(

@@ -230,7 +230,7 @@ class Planner:
             regret=regret,
             decode_regret=of_decode,
             uses=tuple(uses),
-            verdict=verdict,
+            verdict=times.doubt + verdict,
             slo_missed=missed,
         )
 

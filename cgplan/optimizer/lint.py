@@ -56,7 +56,7 @@ def _uncaptured_decode(plan: Plan) -> Iterator[str]:
         yield (
             f"scheduler.max_num_seqs allows {kind}batches of {most} tokens, the largest "
             f"graph holds {held}: "
-            "batches beyond it run eagerly; lower it, or capture that size"
+            "batches beyond it run eagerly; lower it, or list that size in cudagraph_capture_sizes"
         )
 
 
@@ -120,7 +120,7 @@ def _scheduler_cliffs(plan: Plan, run: Run) -> Iterator[str]:
             yield (
                 f"scheduler.{limit} allows {_kind(batch.uniform)} batches of {batch.num_tokens} "
                 "tokens, which no graph "
-                f"holds: {cliff}; lower it, or capture that size"
+                f"holds: {cliff}; lower it, or add that size to cudagraph_capture_sizes by hand"
             )
 
 

@@ -650,7 +650,7 @@ class Case:
             not_worth=tuple(self._not_worth()),
             notes=tuple(self._notes()),
             warnings=(*warnings, *lint(plan, run)),
-            verdict=doubt + self._verdict(asked),
+            verdict=run.times.doubt + doubt + self._verdict(asked),
             unmeasured=run.unmeasured,
             unbounded=unbounded,
             padding=run.padding,

@@ -6,7 +6,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import inf, prod
 
 from cgplan.config import Config
 from cgplan.config.values import Record
@@ -37,6 +37,7 @@ class Predicted(Record):
         workspace_bytes: What the first graph takes once: library workspaces and more.
         estimated: Whether no figure was measured on the device.
         notes: Why the configuration that is planned for may have other figures.
+        extrapolated: Whether a graph is larger than those measured.
     """
 
     keys: tuple[KeyCost, ...]
@@ -45,6 +46,7 @@ class Predicted(Record):
     source: str
     estimated: bool
     notes: tuple[str, ...] = ()
+    extrapolated: bool = False
 
     @property
     def pool_bytes(self) -> int:
@@ -70,6 +72,7 @@ class GraphCosts(ABC):
         source, estimated, notes, workspace_bytes: As in ``Predicted``.
         config: Its inputs are in the static buffers.
         once_seconds: Extra time of the first capture: tracing, loading kernels.
+        largest: Elements of the largest graph whose cost is not extrapolated.
     """
 
     config: Config
@@ -78,6 +81,7 @@ class GraphCosts(ABC):
     notes: tuple[str, ...] = ()
     workspace_bytes: int = 0
     once_seconds: float = 0.0
+    largest: float = inf
 
     @abstractmethod
     def pool_bytes(
@@ -124,9 +128,11 @@ class GraphCosts(ABC):
         """Cost of capturing these keys, in this order, into one pool."""
         held = 0
         costs: list[KeyCost] = []
+        extrapolated = False
         seconds = self.once_seconds
         for key in keys:
             mode, descriptor = key
+            extrapolated |= descriptor.elements > self.largest
             pool = max(held, self.pool_bytes(mode, descriptor.elements))
             seconds += self.seconds(key)
             driver = self.driver_bytes(key)
@@ -142,6 +148,7 @@ class GraphCosts(ABC):
             source=self.source,
             estimated=self.estimated,
             notes=self.notes,
+            extrapolated=extrapolated,
         )
 
 

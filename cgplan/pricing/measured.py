@@ -142,6 +142,7 @@ class MeasuredCosts(GraphCosts):
         self.workspace_bytes = workspace_bytes
         self.once_seconds = once_seconds
         self._keys = tuple(keys)
+        self.largest = max([key.num_tokens for key in self._keys], default=0)
         self._measured = grouped(
             ((key.mode, key.num_active_loras, key.num_tokens), key) for key in self._keys
         )

@@ -152,8 +152,12 @@ def _rows(plan: Plan) -> Iterator[Fact]:
 
 
 def predicted_by(cost: Predicted) -> str:
-    estimated = ", an estimate" if cost.estimated else ""
-    return f"{cost.source}{estimated}"
+    source = cost.source
+    if cost.estimated:
+        source += ", an estimate"
+    if cost.extrapolated:
+        source += ", extrapolated to larger graphs"
+    return source
 
 
 def _more_rows(plan: Plan) -> Iterator[Fact]:
@@ -199,7 +203,8 @@ def _headline(plan: Plan, evidence: Evidence) -> str:
     if ladder and ladder.bytes is not None:
         seconds += f" instead of {format_seconds(ladder.seconds)}"
         memory += f" instead of {format_bytes(ladder.bytes)}"
-    return f"Plan: {graphs}, start-up {seconds}, memory {memory}"
+    about = "estimated " if cost.estimated or cost.extrapolated else ""
+    return f"Plan: {graphs}, {about}start-up {seconds}, {about}memory {memory}"
 
 
 def head_rows(plan: Plan) -> list[Fact]:
@@ -360,7 +365,7 @@ def _answer(
         Column("tokens/s", "service.tokens_per_s", "{:.0f}".format),
         words=extrapolated,
     )
-    yield facts("Why", [*_reasons(evidence), *said(plan, brief=not whole)])
+    yield facts("Why", [*_reasons(plan, evidence), *said(plan, brief=not whole)])
 
 
 def _loads(loads: Sequence[LoadPoint]) -> RenderableType | None:
@@ -387,7 +392,12 @@ def _details(evidence: Evidence) -> Iterator[RenderableType | None]:
             for point in evidence.pareto
             if point.graphs in ends or point.graphs.bit_count() == 1
         ]
-        yield figures("Graphs against expected step time", shown[:MOST_POINTS], *POINT)
+        yield figures(
+            "Graphs against expected step time",
+            shown[:MOST_POINTS],
+            *POINT,
+            words=["for the batches and the mode of this plan; other graphs have other batches"],
+        )
         yield figures(
             "Fewest graphs that do as well as a ladder",
             evidence.ladders,
@@ -453,13 +463,10 @@ def _padding_map(found: PaddingMap) -> RenderableType:
     return titled(f"Padding of the batches up to each {first} and {second}", *lines)
 
 
-def _reasons(evidence: Evidence) -> Iterator[Fact]:
+def _reasons(plan: Plan, evidence: Evidence) -> Iterator[Fact]:
     expected = evidence.expected_us
     yield "traffic", f"{evidence.traffic_source}: {evidence.traffic_weight:,.0f} steps"
-    costs = evidence.costs_source or "not known: give --costs"
-    if evidence.costs_estimated:
-        costs += " (an estimate)"
-    yield "costs", costs
+    yield "costs", predicted_by(plan.predicted) if plan.predicted else "not known: give --costs"
     yield "rule", evidence.rule
     included = f"lower bound {format_microseconds(evidence.lower_bound_us)}"
     if evidence.insurance:

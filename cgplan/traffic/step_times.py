@@ -418,6 +418,7 @@ class StepTimes(Record):
         full_of_decode: Whether FULL graphs ran uniform decode alone, and tell nothing of mixed
             batches.
         notes: Assumptions, and points that were changed.
+        doubt: Said before each verdict by them.
     """
 
     kind: Literal["step_times"] = "step_times"
@@ -431,6 +432,7 @@ class StepTimes(Record):
     full_of_decode: bool = False
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    doubt: str = ""
 
     @classmethod
     def measured(

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from commands import good, plan_of, predicted, refused, settings, use_traffic
+from commands import good, plan_of, predicted, refused, settings, unwrapped, use_traffic
 
 from cgplan import errors
 from cgplan.modes import CUDAGraphMode
@@ -111,6 +111,18 @@ def test_plan_warns_where_costs_are_missing_for_a_budget(home: Path) -> None:
     )
     assert "warning: budget.memory" in good(*command, "--emit", "vllm").stderr
     assert "did not bound" not in good(*command, "--costs", "estimate").stdout
+
+
+def test_the_first_line_calls_extrapolated_costs_estimated(home: Path) -> None:
+    captured("compilation.cudagraph_capture_sizes=[1, 4]")
+    costs = ("--insurance", "0", "--costs", "run.json", "--output", "plan.json")
+    for largest, told in ((4, ""), (7, "estimated ")):
+        command = use_traffic(home)
+        (home / "traffic.csv").write_text(f"num_tokens,count\n1,500\n{largest},500\n")
+        assert plan_of(*command, *costs).max_capture_size == largest
+        shown = unwrapped(good("inspect", "plan.json").stdout)
+        assert f", {told}start-up" in shown
+        assert ("extrapolated to larger graphs" in shown) is (largest == 7)
 
 
 def test_plan_says_that_its_costs_are_another_configurations(home: Path) -> None:

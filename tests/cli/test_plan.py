@@ -559,6 +559,12 @@ def test_plan_says_whose_step_times_it_uses(home: Path) -> None:
     assert re.search(r"step times +bench\.json, .*cpu \(tape\)", unwrapped(good(*command).stdout))
     message = refused(errors.StepTimeError, *command, "--emit", "vllm")
     assert "of the CPU stand-in is not emitted" in message
+    doubt = "by times of cpu (tape), not of a GPU: "
+    plan = plan_of(*command, "--output", "plan.json")
+    assert plan.evidence is not None
+    assert plan.evidence["verdict"].startswith(doubt)
+    check = good("plan", "check", "plan.json", "--traffic", "traffic.csv", "--json")
+    assert json.loads(check.stdout)["verdict"].startswith(f"{doubt}regret 0.00%")
     own = ("plan", "--vllm", "{}", "--traffic", "traffic.csv", "--step-times", "bench.json")
     assert "--compilation-config" not in good(*own).stdout
 

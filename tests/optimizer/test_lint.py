@@ -231,7 +231,7 @@ def test_modes_that_the_traffic_never_uses() -> None:
             {"mode": "FULL_DECODE_ONLY", "sizes": [1, 8, 40], "lora": {"max_loras": 2}},
             [
                 "scheduler.max_num_seqs allows uniform decode batches of 64 tokens, the largest graph holds 40: "
-                "batches beyond it run eagerly; lower it, or capture that size",
+                "batches beyond it run eagerly; lower it, or list that size in cudagraph_capture_sizes",
                 "FULL uniform: batches of 9 to 40 tokens run at 40, 39% of which is padding on average",
             ],
         ),
@@ -239,7 +239,7 @@ def test_modes_that_the_traffic_never_uses() -> None:
             {"mode": "FULL", "sizes": [8]},
             [
                 "scheduler.max_num_seqs allows batches of 64 tokens, the largest graph holds 8: "
-                "batches beyond it run eagerly; lower it, or capture that size",
+                "batches beyond it run eagerly; lower it, or list that size in cudagraph_capture_sizes",
             ],
         ),
         (
