@@ -63,8 +63,8 @@ class _Plans(TyperGroup):
                 break
             if word == "vllm" and before not in with_value:
                 raise BadParameter(
-                    "that is a command of vLLM: give `cgplan plan --vllm '{}'` its options "
-                    "(docs/planning.md, For vLLM)"
+                    "that is a command of vLLM: give `cgplan plan --vllm '{}'` those of its "
+                    "options that `cgplan plan -h` lists (docs/planning.md, For vLLM)"
                 )
             if word.endswith(YAML) and before not in with_value:
                 args = [*args[:at], "--file", *args[at:]]

@@ -76,16 +76,17 @@ def run_plan(
     inputs = (path, *files, loads.step_times, request.costs)
     check_outputs((request.output, request.html), inputs)
     _check_loads(config, loads)
-    if request.emit or files or config.traffic:
-        _refuse_varlen(config)
     has_traffic = files or config.traffic
+    if request.emit or has_traffic:
+        _refuse_varlen(config)
     if has_traffic:
         tell("planning for the traffic", in_logs=False)
     are_own_times = loads.step_times or request.assume_default_times or not has_traffic
     if request.emit and not are_own_times and not config.dims:
         raise StepTimeError(
             "a plan by the default step times, of another model, is not emitted",
-            remedy="Give --step-times FILE, of `cgplan bench --output`; or --assume-default-times.",
+            remedy="Give --step-times FILE, of `cgplan bench --output` or of an engine's log; or "
+            "--assume-default-times.",
         )
     priced = costs_of(loaded, request.costs)
     known: Engine | None = engine or ("vllm" if vllm else None)
@@ -271,14 +272,14 @@ def _by_ladder(
         "there is no traffic to plan for, so nothing was optimised: these are the sizes of the "
         f"configuration ({plan.sizes_source}). To have them chosen, give --traffic FILE"
     )
-    lint: list[str] = []
+    lint = [*lint_without_traffic(plan)]
     limits = [f"budget.{name}" for name in ("memory", "capture_time") if name in plan.budget]
     if limits:
-        lint.append(
+        lint.insert(
+            0,
             f"{' and '.join(limits)} did not bound this plan: without traffic memory and time "
-            "bound the capture alone"
+            "bound the capture alone",
         )
-    lint += lint_without_traffic(plan)
     return plan.changed(notes=(note, *plan.notes), lint=tuple(lint))
 
 
@@ -331,7 +332,7 @@ def _for_traffic(
         raise StepTimeError(
             "an SLO needs the step times of your model, and the default ones are of another",
             remedy="Give --step-times FILE: eager steps and graphs by size, at contexts as long as "
-            "your requests'.",
+            "your requests'; docs/planning.md says how vLLM logs them.",
         )
     replicas = loads.replicas or 1
     planner = Planner(
@@ -380,17 +381,17 @@ def _times_of(
     subject = f"the step times of {file}"
     environment = report.environment
     loads.is_on_tape = environment.is_tape
-    source = times.source
-    doubt = ""
     if loads.is_on_tape:
-        source += f", {environment.backend}"
-        doubt = f"by times of {environment.backend}, not of a GPU: "
+        backend = environment.backend
+        times = times.changed(
+            source=f"{times.source}, {backend}", doubt=f"by times of {backend}, not of a GPU: "
+        )
     notes = [*times.notes, *about(subject, report.capture.plan, environment, config)]
     measured_on = environment.as_machine
     if environment.driver is not None and machine not in (None, measured_on):
         found = named(machine_changes(machine, measured_on))
         notes.append(f"{subject} were measured on another machine than the costs: {found}")
-    return times.changed(source=source, notes=tuple(notes), doubt=doubt)
+    return times.changed(notes=tuple(notes))
 
 
 def _sources(

@@ -134,7 +134,7 @@ class Planner:
                 raise TrafficError(
                     f"an SLO is about requests, and a load counts steps: {source.source}",
                     remedy="Give --traffic FILE with requests: arrivals, prompts, generated "
-                    "tokens.",
+                    "tokens (docs/planning.md, Requests of a vLLM server).",
                 )
         self._today = build_plan(config)
         weighed = self._weighed(config)

@@ -338,7 +338,10 @@ def _answer(
         sizes = ", ".join(_used(use).partition(": ")[2] for use in evidence.uses)
     if len(sizes) > MOST_SIZES and not whole:
         sizes = f"{sizes[:MOST_SIZES].rpartition(', ')[0]}, ...; --verbose shows all"
+    told = said(plan, brief=not whole)
     rows = [("verdict", evidence.verdict), ("step times", evidence.times_source)]
+    if evidence.slo:
+        rows.insert(1, told.pop(0))
     rows += [row for row in head_rows(plan) if row[0] == "mode"]
     if sizes:
         rows.append(("sizes", sizes))
@@ -365,7 +368,7 @@ def _answer(
         Column("tokens/s", "service.tokens_per_s", "{:.0f}".format),
         words=extrapolated,
     )
-    yield facts("Why", [*_reasons(plan, evidence), *said(plan, brief=not whole)])
+    yield facts("Why", [*_reasons(plan, evidence), *told])
 
 
 def _loads(loads: Sequence[LoadPoint]) -> RenderableType | None:

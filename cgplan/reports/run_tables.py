@@ -439,14 +439,17 @@ def bench_notes(report: BenchReport) -> Iterator[Fact]:
     capture = report.capture
     if report.repeats < 100:
         yield "note", f"of {report.repeats} calls, p99 is close to the slowest one"
-    spreads = dict[float, str]()
+    spreads = []
     for name in ("eager", "graph", "replay"):
         times = filter(None, (getattr(record, name) for record in report.records))
-        spreads[fmean([time.p99 / time.median for time in times] or [1.0])] = name
-    most = max(spreads)
+        spread = fmean([time.p99 / time.median for time in times] or [1.0])
+        spreads.append((spread, name))
+    most, name = max(spreads)
     if most > BUSY:
-        told = f"{spreads[most]} p99 is {most:.2g} times the median, as a mean of all sizes"
-        yield "warning", f"the machine is busy: {told}"
+        yield (
+            "warning",
+            f"the machine is busy: {name} p99 is {most:.2g} times the median on average",
+        )
     slower = ", ".join(str(record.num_tokens) for record in report.records if record.is_slower)
     if slower and not report.environment.is_tape:
         longer = "graphs take the device longer than the model's own code at"

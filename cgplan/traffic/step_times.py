@@ -469,8 +469,7 @@ class StepTimes(Record):
         """``DEFAULT_POINTS``: enough to see the shape of an answer, not to trust its figures."""
         return cls.measured(
             DEFAULT_POINTS,
-            "default, of another model: one NVIDIA H200, decoder of 28 layers in Qwen3-0.6B's "
-            "shape",
+            "default, of another model: Qwen3-0.6B's shape on an H200; engines' options need yours",
             ["no step times were given: these are another model's; `cgplan bench` measures yours"],
         )
 

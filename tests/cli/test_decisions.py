@@ -145,6 +145,8 @@ def test_an_slo_binds_its_plan_and_checks_judge_by_it(home: Path) -> None:
     (home / "times.csv").write_text(TIMES.format(piecewise=5000))
     made = good(*GIVEN, "--slo", "tpot_p99=10ms", "--slo", "ttft_p99=1s", "--output", "slo.json")
     assert "binding     the SLO, which holds without more graphs" in made.stdout
+    assert made.stdout.count("SLO tpot_p99=10.0 ms, ttft_p99=1.00 s holds with") == 1
+    assert "SLO" in made.stdout.partition("step times")[0]
     assert "budget.max_graphs" not in made.stdout
     held = load_plan(home / "slo.json")
     assert held.evidence is not None
