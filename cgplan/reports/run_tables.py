@@ -448,7 +448,7 @@ def bench_notes(report: BenchReport) -> Iterator[Fact]:
     if most > BUSY:
         yield (
             "warning",
-            f"the machine is busy: {name} p99 is {most:.2g} times the median on average",
+            f"the machine is busy: {name} p99 is {most:.0f} times the median on average",
         )
     slower = ", ".join(str(record.num_tokens) for record in report.records if record.is_slower)
     if slower and not report.environment.is_tape:
