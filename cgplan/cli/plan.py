@@ -49,6 +49,7 @@ from cgplan.planning.plan import Machine
 from cgplan.reports import load_plan
 from cgplan.reports.plan_tables import brief, said
 from cgplan.reports.records import BenchReport, parse_report
+from cgplan.reports.run_tables import busy
 from cgplan.units import listed
 
 if TYPE_CHECKING:
@@ -391,7 +392,8 @@ def _times_of(
     if environment.driver is not None and machine not in (None, measured_on):
         found = named(machine_changes(machine, measured_on))
         notes.append(f"{subject} were measured on another machine than the costs: {found}")
-    return times.changed(notes=tuple(notes))
+    warnings = [f"{subject}: {warning}" for warning in busy(report)]
+    return times.changed(notes=tuple(notes), warnings=(*times.warnings, *warnings))
 
 
 def _sources(

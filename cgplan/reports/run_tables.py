@@ -439,23 +439,26 @@ def bench_notes(report: BenchReport) -> Iterator[Fact]:
     capture = report.capture
     if report.repeats < 100:
         yield "note", f"of {report.repeats} calls, p99 is close to the slowest one"
-    spreads = []
-    for name in ("eager", "graph", "replay"):
-        times = filter(None, (getattr(record, name) for record in report.records))
-        spread = fmean([time.p99 / time.median for time in times] or [1.0])
-        spreads.append((spread, name))
-    most, name = max(spreads)
-    if most > BUSY:
-        yield (
-            "warning",
-            f"the machine is busy: {name} p99 is {most:.0f} times the median on average",
-        )
+    yield from labelled("warning", busy(report))
     slower = ", ".join(str(record.num_tokens) for record in report.records if record.is_slower)
     if slower and not report.environment.is_tape:
         longer = "graphs take the device longer than the model's own code at"
         about = "other kernels may be in them than run eagerly, see docs/troubleshooting.md"
         yield "note", f"{longer} {slower} tokens: {about}"
     yield from labelled("warning", capture.warnings)
+
+
+def busy(report: BenchReport) -> list[str]:
+    """A warning, if it was."""
+    spreads = []
+    for name in ("eager", "graph", "replay"):
+        times = filter(None, (getattr(record, name) for record in report.records))
+        spread = fmean([time.p99 / time.median for time in times] or [1.0])
+        spreads.append((spread, name))
+    most, name = max(spreads)
+    if most <= BUSY:
+        return []
+    return [f"the machine is busy: {name} p99 is {most:.0f} times the median on average"]
 
 
 def latencies(report: BenchReport) -> Grid:

@@ -567,6 +567,17 @@ def test_plan_says_whose_step_times_it_uses(home: Path) -> None:
     assert json.loads(check.stdout)["verdict"].startswith(f"{doubt}regret 0.00%")
     own = ("plan", "--vllm", "{}", "--traffic", "traffic.csv", "--step-times", "bench.json")
     assert "--compilation-config" not in good(*own).stdout
+    bench = json.loads(Path("bench.json").read_text())
+    for record in bench["records"]:
+        for name in ("graph", "replay"):
+            if record[name]:
+                record[name]["p99"] = record[name]["median"]
+        record["eager"]["p99"] = 9 * record["eager"]["median"]
+    Path("busy.json").write_text(json.dumps(bench))
+    busy = good(*PLAN, "--traffic", "traffic.csv", "--step-times", "busy.json")
+    assert "the step times of busy.json: the machine is busy: eager p99 is 9" in unwrapped(
+        busy.output
+    )
 
 
 def test_a_plan_beyond_the_measured_sizes_is_extrapolated_not_proven(home: Path) -> None:
