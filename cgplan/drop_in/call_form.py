@@ -182,13 +182,13 @@ def rebuild(
     if kind is Tensor or is_tensor_type(kind):
         return next(tensors)
     detail = next(form)
-    if kind is float:
-        return float.fromhex(detail)
     if kind is dict:
         keys = detail.value if type(detail) is ByKey else detail
         return {key: rebuild(form, tensors) for key in keys}
     if kind is tuple or kind is list:
-        return kind(rebuild(form, tensors) for _ in range(detail))
+        return kind([rebuild(form, tensors) for _ in range(detail)])
+    if kind is float:
+        return float.fromhex(detail)
     if kind is TreeSpec:
         spec = detail.value
         leaves = [rebuild(form, tensors) for _ in range(spec.num_leaves)]

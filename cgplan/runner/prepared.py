@@ -1,6 +1,4 @@
-"""One size of batch, ready to be called. (Dynamo's TensorGuards end the process for nested tensors,
-which BatchReader refuses.)
-"""
+"""One size of batch, ready to be called."""
 
 from __future__ import annotations
 
@@ -37,7 +35,7 @@ def never(*_: object) -> bool:
 
 
 def alike_to(values: Values) -> Callable[..., bool]:
-    """Whether tensors equal these in all but numbers and addresses."""
+    """Whether tensors, none of them nested, equal these in all but numbers and addresses."""
     if TensorGuards is None:
         return never
     for value in values:

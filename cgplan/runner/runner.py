@@ -44,6 +44,7 @@ from cgplan.units import counted, format_bytes
 # the oldest goes first
 MOST_PREPARED = 4096
 _traits = operator.attrgetter("shape", "dtype", "layout")
+_is_nested = operator.attrgetter("is_nested")
 _device = Tensor.get_device  # -1 for the host; faster than a torch.device
 _MISFITS = (LookupError, RuntimeError, AttributeError, TypeError)
 Flags = tuple[bool | None, int, Modes]
@@ -222,7 +223,13 @@ class GraphRunner:
                 values: Values = self._pick(inputs)
                 if len(inputs) != self._num_inputs:
                     call = None
-                elif call is not None and flags == call.flags and call.is_alike(*values):
+                elif (
+                    call is not None
+                    and flags == call.flags
+                    # is_alike would end the process
+                    and True not in map(_is_nested, values)
+                    and call.is_alike(*values)
+                ):
                     is_alike = True
                 else:
                     traits = map(_traits, values)

@@ -51,7 +51,8 @@ def timed(ways, options, without_grad=()):
 def main():
     options = options_of(__doc__)
     x = torch.randn(3, 8, device=options.device)
-    obs = {"camera": {"left": x, "right": x}, "joints": [x, x, x], "speed": x, "force": x, "goal": x}
+    camera, joints = {"left": x + 1, "right": x + 2}, [x.clone() for _ in range(3)]
+    obs = {"camera": camera, "joints": joints, "speed": x + 3, "force": x + 4, "goal": x}
     for words, model, argument in (("one tensor", lambda x: x + 1, x), ("nested tensors", nested, obs)):
         g = cgplan.graphed(model, outputs="borrow")
         g.warm_up(argument)

@@ -318,6 +318,16 @@ def test_a_call_equals_the_model_and_counts_itself(backend: GraphBackend) -> Non
     assert stats.padded_rows == 1 + 1
 
 
+def test_a_nested_tensor_after_a_call_of_its_shape_is_refused(backend: GraphBackend) -> None:
+    runner = open_runner(backend, total)
+    x = batch(backend, 3)
+    for _ in range(2):
+        runner(x=x)
+    with pytest.raises(InputError, match="'x' is a nested tensor"):
+        runner(x=torch.nested.nested_tensor([x], layout=torch.strided))
+    same(runner(x=x), total(x))
+
+
 @pytest.mark.parametrize("mode", ["FULL", "FULL_DECODE_ONLY"])
 def test_run_eagerly_equals_the_call_bit_for_bit(backend: GraphBackend, mode: str) -> None:
     layer = nn.Sequential(nn.Linear(2, 16), nn.GELU(), nn.Linear(16, 2)).to(backend.device)
