@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from cgplan.errors import ConfigError, ModelError
 from cgplan.models.loading import load_model, refuse_no_model
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning import build_plan
-from cgplan.runner.auto import choose
+from cgplan.runner.auto import Trials
 from cgplan.runner.runner import GraphRunner
 from cgplan.runner.session import CaptureSession
 
@@ -102,21 +103,22 @@ def capture(
         model = load_model(
             config.model.target, config.model.kwargs, device=backend.device, base_dir=folder
         )
-    began = time.perf_counter()
-    route = None
-    if config.compilation.cudagraph_mode is CUDAGraphMode.AUTO:
-        config, plan, route = choose(config, model, backend, state, before_key=before_key)
-    runner = CaptureSession(
-        plan,
-        model,
-        backend,
-        config,
+    session = partial(
+        CaptureSession,
+        model=model,
+        backend=backend,
         progress=progress,
         state=state,
         before_key=before_key,
-        began=began,
-        route=route,
-    ).run()
+        began=time.perf_counter(),
+    )
+    if config.compilation.cudagraph_mode is CUDAGraphMode.AUTO:
+        trials = Trials(config, model, backend, state, before_key=before_key)
+        runner = trials.choose(
+            lambda config, plan, route: session(plan, config=config, route=route).run()
+        )
+    else:
+        runner = session(plan, config=config).run()
     for warning in runner.report.warnings:
         logger.warning("%s", warning)
     return runner

@@ -44,7 +44,7 @@ from cgplan.planning import Plan
 from cgplan.planning.difference import fitted, unused_settings
 from cgplan.planning.plan import PlanChange, budget_of
 from cgplan.reports import AuditReport, Report
-from cgplan.runner.auto import choose
+from cgplan.runner.auto import Trials
 from cgplan.runner.runner import GraphRunner
 from cgplan.runner.session import CaptureSession
 from cgplan.units import format_bytes, format_seconds
@@ -131,10 +131,13 @@ def _captured_alone(
             reason = f"the capture failed: {error.message}"
             change = PlanChange(requested=plan.mode, resolved=CUDAGraphMode.AUTO, reason=reason)
             failed = (change,)
-    config, plan, route = choose(config, model, backend, anyway=bool(failed))
-    plan = plan.changed(changes=(*failed, *plan.changes))
-    plan = _fitted(plan, config, backend, request)
-    return _run(config, plan, model, backend, began=began, route=route)
+
+    def captured(config: Config, plan: Plan, route: SplitRoute | None) -> GraphRunner:
+        plan = plan.changed(changes=(*failed, *plan.changes))
+        plan = _fitted(plan, config, backend, request)
+        return _run(config, plan, model, backend, began=began, route=route)
+
+    return Trials(config, model, backend, anyway=bool(failed)).choose(captured)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from operator import truediv
 from pathlib import Path
@@ -26,6 +27,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from cgplan.backends import GraphBackend
+from cgplan.backends.replacing import T
 from cgplan.buffers.compare import differences
 from cgplan.buffers.static import example_batch
 from cgplan.captures.environment import describe_environment
@@ -111,6 +113,174 @@ class Choice(BaseModel):
     notes: tuple[str, ...]
 
 
+@dataclass(eq=False)
+class Trials:
+    """Arguments of ``choose_mode``."""
+
+    config: Config
+    model: Callable[..., Any]
+    backend: GraphBackend
+    state: Sequence[object] | None = None
+    anyway: bool = False
+    before_key: BeforeKey | None = None
+
+    def choose(
+        self,
+        use: Callable[[Config, Plan, SplitRoute | None], T],
+    ) -> T:
+        """``use`` of what ``choose_mode`` gives, and of the trial's traces."""
+        refuse_unknown_ops(self.config.compilation.splitting_ops)
+        file = self._choice_file()
+        choice = _kept_choice(file)
+        failed: tuple[str, ...] = ()
+        if choice is not None:
+            try:
+                return use(*self._planned(choice), None)
+            except (CaptureError, ModelError) as error:
+                drop_locals(error)
+                failed = (f"AUTO: the choice of an earlier start failed: {error.message}",)
+                _keep_choice(file, "")
+        choice, route, is_lasting = self._try_ways()
+        if is_lasting:
+            _keep_choice(file, choice.model_dump_json(exclude_unset=True))
+        choice.notes += failed
+        return use(*self._planned(choice), route)
+
+    def _planned(
+        self,
+        choice: Choice,
+    ) -> tuple[Config, Plan]:
+        chosen = choice.compilation
+        changed = {name: getattr(chosen, name) for name in chosen.model_fields_set}
+        mode = chosen.cudagraph_mode
+        logger.info("cudagraph_mode AUTO -> %s: %s", mode, choice.reason)
+        compilation = self.config.compilation.changed(**changed)
+        config = self.config.changed(compilation=compilation)
+        plan = build_plan(config)
+        change = PlanChange(requested=AUTO, resolved=mode, reason=choice.reason)
+        update = {
+            "requested_mode": AUTO,
+            "changes": (change, *plan.changes),
+            "notes": (*plan.notes, *choice.notes),
+        }
+        return config, plan.changed(**update)
+
+    def _choice_file(self) -> Path | None:
+        backend = self.backend
+        model = self.model
+        default = Path("~/.cache/cgplan").expanduser()
+        folder = os.environ.get("CGPLAN_CACHE_DIR", str(default))
+        if not folder or not isinstance(model, torch.nn.Module):
+            return None
+        digest = hashlib.sha256()
+        machine = describe_environment(backend, "").model_dump_json(exclude={"date"})
+        ambient = AmbientState.now(backend.device.type)
+        modules = re.sub(r"0x[0-9a-f]+", "", str(model))  # without addresses
+        facts = (
+            machine,
+            self.config.model_dump_json(),
+            self.anyway,
+            ambient,
+            modules,
+        )
+        for fact in facts:
+            digest.update(str(fact).encode())
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if type(tensor) not in (Tensor, torch.nn.Parameter):
+                return None
+            first = tensor[(slice(1),) * tensor.ndim].tolist()
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {first}".encode())
+        files = set[str]()
+        for each in model.modules():
+            module = sys.modules.get(type(each).__module__)
+            files.add(getattr(module, "__file__", None) or "")
+            hooks = len(each._forward_hooks) + len(each._forward_pre_hooks)
+            settings = [pair for pair in vars(each).items() if type(pair[1]) in PLAIN]
+            digest.update(f"{hooks} {settings}".encode())
+        for file in sorted(filter(os.path.isfile, files)):
+            digest.update(Path(file).read_bytes())
+        return Path(folder, f"auto-{digest.hexdigest()[:32]}.json")
+
+    def _try_ways(self) -> tuple[Choice, SplitRoute | None, bool]:
+        """The last is false if time or memory ran out, which another start may have."""
+        config = self.config
+        start = time.perf_counter()
+        plan = build_plan(config)
+        notes = list[str]()
+        is_lasting = True
+        probes = tuple(sorted(_timed_sizes(plan, config)))
+        limit = config.budget.capture_time
+        candidates = list[Candidate]()
+        asked = config.compilation
+        waiting = list(_ways(asked, self.backend))
+        while waiting:
+            name, compilation = waiting.pop(0)
+            is_full = compilation.cudagraph_mode is CUDAGraphMode.FULL
+            taken_out = compilation.splitting_modules[len(asked.splitting_modules) :]
+            why_not = "" if taken_out else _cannot_win(compilation, candidates)
+            rest = None if limit is None else limit - (time.perf_counter() - start)
+            if notes and not why_not and rest is not None and rest <= 0:
+                why_not = "budget.capture_time was spent"
+                is_lasting = False
+            if why_not:
+                notes.append(f"AUTO: {name} not tried: {why_not}")
+                continue
+            failed = list[str]()
+            probe = _probe(config, compilation, probes, rest)
+            began = time.perf_counter()
+            try:
+                # a trace would hold for calls with the hook alone
+                is_traced = compilation.compiler != "eager"
+                with nullcontext() if is_traced else _failing_module(self.model, failed):
+                    session = CaptureSession(
+                        build_plan(probe),
+                        self.model,
+                        self.backend,
+                        probe,
+                        state=self.state,
+                        before_key=self.before_key,
+                    )
+                    runner = session.run()
+                # the hook slows eager steps down
+                candidate, note = _tried(runner, name, compilation)
+            except (CaptureError, ConfigError, ModeError, ModelError, PlanError) as error:
+                if not notes and isinstance(error, ModelError):  # FULL runs the model as it is
+                    raise
+                is_asked_for = compilation.compiler == asked.compiler
+                if isinstance(error, ConfigError) and is_asked_for:
+                    raise
+                drop_locals(error)
+                is_lasting &= not isinstance(error, CaptureMemoryError)
+                notes.append(f"AUTO: {name} failed: {error.message}. {error.remedy}")
+                can_break_up = is_full or 0 < len(taken_out) < _MOST_MODULES
+                if can_break_up and set(failed) - set(compilation.splitting_modules):
+                    waiting.insert(0, _without(compilation, failed))
+                continue
+            took = format_seconds(time.perf_counter() - began)
+            notes.append(f"AUTO: {note} (tried in {took})")
+            if candidate is not None:
+                candidates.append(candidate)
+        chosen, route, reason = _fastest(
+            asked,
+            candidates,
+            plan.capture_sizes,
+            anyway=self.anyway,
+        )
+        settings = _changed(asked, chosen)
+        took = format_seconds(time.perf_counter() - start)
+        notes.append(
+            f"AUTO took {took}. To keep this choice without it, write into compilation: "
+            f"{json.dumps(settings)}"
+        )
+        kept = CompilationConfig.model_validate(settings)
+        choice = Choice(
+            compilation=kept,
+            reason=reason,
+            notes=tuple(notes),
+        )
+        return choice, route, is_lasting
+
+
 def choose_mode(
     config: Config,
     model: Callable[..., Any],
@@ -120,27 +290,6 @@ def choose_mode(
     anyway: bool = False,
     before_key: BeforeKey | None = None,
 ) -> tuple[Config, Plan]:
-    """``choose`` without the route."""
-    config, plan, _ = choose(
-        config,
-        model,
-        backend,
-        state,
-        anyway=anyway,
-        before_key=before_key,
-    )
-    return config, plan
-
-
-def choose(
-    config: Config,
-    model: Callable[..., Any],
-    backend: GraphBackend,
-    state: Sequence[object] | None = None,
-    *,
-    anyway: bool = False,
-    before_key: BeforeKey | None = None,
-) -> tuple[Config, Plan, SplitRoute | None]:
     """The fastest way to capture a model, for ``cudagraph_mode: AUTO``.
 
     FULL comes first; a module that fails then runs eagerly. PIECEWISE by operators follows where
@@ -150,78 +299,25 @@ def choose(
     is put back, and all memory is freed. ``before_key`` is as in CaptureSession.
 
     The choice for a module is kept in a file, by the module's code, shapes and first weights, the
-    configuration, GPU, driver and torch: a later start reads it and tries nothing. It lies in
-    ``$CGPLAN_CACHE_DIR``, or ``~/.cache/cgplan``; an empty variable keeps none.
+    configuration, GPU, driver and torch: a later start reads it and tries nothing, unless its
+    capture fails. It lies in ``$CGPLAN_CACHE_DIR``, or ``~/.cache/cgplan``; an empty variable keeps
+    none.
 
-    Returns the route of FULL graphs, with its traces, too. The plan's notes say what was tried.
+    The plan's notes say what was tried.
 
     Raises:
         ConfigError: an operator of ``splitting_ops`` is missing, or never called.
         ModelError: the model itself fails.
     """
-    asked = config.compilation
-    refuse_unknown_ops(asked.splitting_ops)
-    file = _choice_file(config, model, backend, anyway=anyway)
-    choice = _kept_choice(file)
-    route = None
-    if choice is None:
-        choice, route, is_lasting = _try_ways(
-            config,
-            model,
-            backend,
-            state,
-            anyway=anyway,
-            before_key=before_key,
-        )
-        if is_lasting:
-            _keep_choice(file, choice)
-    chosen = choice.compilation
-    changed = {name: getattr(chosen, name) for name in chosen.model_fields_set}
-    mode = chosen.cudagraph_mode
-    logger.info("cudagraph_mode AUTO -> %s: %s", mode, choice.reason)
-    config = config.changed(compilation=asked.changed(**changed))
-    plan = build_plan(config)
-    change = PlanChange(requested=AUTO, resolved=mode, reason=choice.reason)
-    update = {
-        "requested_mode": AUTO,
-        "changes": (change, *plan.changes),
-        "notes": (*plan.notes, *choice.notes),
-    }
-    return config, plan.changed(**update), route
-
-
-def _choice_file(
-    config: Config,
-    model: Callable[..., Any],
-    backend: GraphBackend,
-    *,
-    anyway: bool,
-) -> Path | None:
-    default = Path("~/.cache/cgplan").expanduser()
-    folder = os.environ.get("CGPLAN_CACHE_DIR", str(default))
-    if not folder or not isinstance(model, torch.nn.Module):
-        return None
-    digest = hashlib.sha256()
-    machine = describe_environment(backend, "").model_dump_json(exclude={"date"})
-    ambient = AmbientState.now(backend.device.type)
-    modules = re.sub(r"0x[0-9a-f]+", "", str(model))  # without addresses
-    for fact in (machine, config.model_dump_json(), anyway, ambient, modules):
-        digest.update(str(fact).encode())
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if type(tensor) not in (Tensor, torch.nn.Parameter):
-            return None
-        first = tensor[(slice(1),) * tensor.ndim].tolist()
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {first}".encode())
-    files = set[str]()
-    for each in model.modules():
-        module = sys.modules.get(type(each).__module__)
-        files.add(getattr(module, "__file__", None) or "")
-        hooks = len(each._forward_hooks) + len(each._forward_pre_hooks)
-        settings = [pair for pair in vars(each).items() if type(pair[1]) in PLAIN]
-        digest.update(f"{hooks} {settings}".encode())
-    for file in sorted(filter(os.path.isfile, files)):
-        digest.update(Path(file).read_bytes())
-    return Path(folder, f"auto-{digest.hexdigest()[:32]}.json")
+    trials = Trials(
+        config,
+        model,
+        backend,
+        state,
+        anyway,
+        before_key,
+    )
+    return trials.choose(lambda *chosen: chosen[:2])
 
 
 def _kept_choice(file: Path | None) -> Choice | None:
@@ -235,92 +331,14 @@ def _kept_choice(file: Path | None) -> Choice | None:
     return kept.model_copy(update={"notes": (*kept.notes, note)})
 
 
-def _keep_choice(file: Path | None, choice: Choice) -> None:
+def _keep_choice(file: Path | None, text: str) -> None:
     if file is None:
         return
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(choice.model_dump_json(exclude_unset=True))
+        file.write_text(text)
     except OSError as error:
         logger.info("AUTO's choice is not kept: %s", error)
-
-
-def _try_ways(
-    config: Config,
-    model: Callable[..., Any],
-    backend: GraphBackend,
-    state: Sequence[object] | None,
-    *,
-    anyway: bool,
-    before_key: BeforeKey | None,
-) -> tuple[Choice, SplitRoute | None, bool]:
-    """The last is false if time or memory ran out, which another start may have."""
-    start = time.perf_counter()
-    plan = build_plan(config)
-    notes = list[str]()
-    is_lasting = True
-    probes = tuple(sorted(_timed_sizes(plan, config)))
-    limit = config.budget.capture_time
-    candidates = list[Candidate]()
-    asked = config.compilation
-    waiting = list(_ways(asked, backend))
-    while waiting:
-        name, compilation = waiting.pop(0)
-        is_full = compilation.cudagraph_mode is CUDAGraphMode.FULL
-        taken_out = compilation.splitting_modules[len(asked.splitting_modules) :]
-        why_not = "" if taken_out else _cannot_win(compilation, candidates)
-        rest = None if limit is None else limit - (time.perf_counter() - start)
-        if notes and not why_not and rest is not None and rest <= 0:
-            why_not = "budget.capture_time was spent"
-            is_lasting = False
-        if why_not:
-            notes.append(f"AUTO: {name} not tried: {why_not}")
-            continue
-        failed = list[str]()
-        probe = _probe(config, compilation, probes, rest)
-        began = time.perf_counter()
-        try:
-            # a trace would hold for calls with the hook alone
-            is_traced = compilation.compiler != "eager"
-            with nullcontext() if is_traced else _failing_module(model, failed):
-                session = CaptureSession(
-                    build_plan(probe),
-                    model,
-                    backend,
-                    probe,
-                    state=state,
-                    before_key=before_key,
-                )
-                runner = session.run()
-            # the hook slows eager steps down
-            candidate, note = _tried(runner, name, compilation)
-        except (CaptureError, ConfigError, ModeError, ModelError, PlanError) as error:
-            if not notes and isinstance(error, ModelError):  # FULL runs the model as it is
-                raise
-            is_asked_for = compilation.compiler == asked.compiler
-            if isinstance(error, ConfigError) and is_asked_for:
-                raise
-            drop_locals(error)
-            is_lasting &= not isinstance(error, CaptureMemoryError)
-            notes.append(f"AUTO: {name} failed: {error.message}. {error.remedy}")
-            can_break_up = is_full or 0 < len(taken_out) < _MOST_MODULES
-            if can_break_up and set(failed) - set(compilation.splitting_modules):
-                waiting.insert(0, _without(compilation, failed))
-            continue
-        took = format_seconds(time.perf_counter() - began)
-        notes.append(f"AUTO: {note} (tried in {took})")
-        if candidate is not None:
-            candidates.append(candidate)
-    chosen, route, reason = _fastest(asked, candidates, plan.capture_sizes, anyway=anyway)
-    settings = _changed(asked, chosen)
-    took = format_seconds(time.perf_counter() - start)
-    notes.append(
-        f"AUTO took {took}. To keep this choice without it, write into compilation: "
-        f"{json.dumps(settings)}"
-    )
-    kept = CompilationConfig.model_validate(settings)
-    choice = Choice(compilation=kept, reason=reason, notes=tuple(notes))
-    return choice, route, is_lasting
 
 
 def _probe(

@@ -221,15 +221,10 @@ class GraphRunner:
             key: Seen | None = None
             try:
                 values: Values = self._pick(inputs)
-                if len(inputs) != self._num_inputs:
+                # is_alike ends the process for nested ones
+                if len(inputs) != self._num_inputs or True in map(_is_nested, values):
                     call = None
-                elif (
-                    call is not None
-                    and flags == call.flags
-                    # is_alike would end the process
-                    and True not in map(_is_nested, values)
-                    and call.is_alike(*values)
-                ):
+                elif call is not None and flags == call.flags and call.is_alike(*values):
                     is_alike = True
                 else:
                     traits = map(_traits, values)

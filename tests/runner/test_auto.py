@@ -298,6 +298,31 @@ def test_a_later_start_takes_the_choice_of_an_earlier_one(
     assert str(file) in again.notes[-1]
 
 
+class Turns(nn.Module):
+    reads_the_host = False  # which is no part of a choice's key
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ReadsTheHost.forward(self, x) if self.reads_the_host else x * 4  # type: ignore[arg-type]
+
+
+def test_a_kept_choice_that_fails_is_made_again(
+    backend: GraphBackend, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CGPLAN_CACHE_DIR", str(tmp_path))
+    as_timed(monkeypatch, *4 * [4.0])
+    model = Net(Turns)
+    with closing(open_runner(backend, model)) as runner:
+        assert runner.plan.mode is FULL
+    monkeypatch.setattr(Turns, "reads_the_host", True)
+    runner = open_runner(backend, model)
+    assert runner.plan.mode is PIECEWISE
+    assert "the choice of an earlier start failed" in runner.plan.notes[-1]
+    serves_right(runner, model)
+    with closing(open_runner(backend, model)) as runner:
+        assert runner.plan.mode is PIECEWISE
+        assert not any("failed:" in note and "earlier" in note for note in runner.plan.notes)
+
+
 def test_a_choice_is_not_kept_where_it_cannot_be_or_where_time_ran_out(
     backend: GraphBackend,
     monkeypatch: pytest.MonkeyPatch,
