@@ -568,6 +568,8 @@ def _changes_of(contents: Mapping[str, Contents]) -> list[Change]:
         owner = held.owner
         length = held.base.__len__(held.value)
         has_length = length == held.length
+        if owner is None and length == held.length == 0:
+            continue
         if type(owner) is not held.kind:
             found.append(Change(path, held.kind.__name__, type(owner).__name__))
         elif owner is not None and object.__getattribute__(owner, "__dict__") is not held.value:

@@ -226,7 +226,13 @@ class Trials:
                 notes.append(f"AUTO: {name} not tried: {why_not}")
                 continue
             failed = list[str]()
-            probe = _probe(config, compilation, probes, rest)
+            tried = compilation.changed(
+                cudagraph_capture_sizes=probes,
+                max_cudagraph_capture_size=None,
+                capture_policy="eager",
+            )
+            budget = config.budget.changed(capture_time=rest)
+            probe = config.changed(compilation=tried, budget=budget)
             began = time.perf_counter()
             try:
                 # a trace would hold for calls with the hook alone
@@ -339,19 +345,6 @@ def _keep_choice(file: Path | None, text: str) -> None:
         file.write_text(text)
     except OSError as error:
         logger.info("AUTO's choice is not kept: %s", error)
-
-
-def _probe(
-    config: Config,
-    compilation: CompilationConfig,
-    sizes: tuple[int, ...],
-    seconds: float | None,
-) -> Config:
-    tried = compilation.changed(
-        cudagraph_capture_sizes=sizes, max_cudagraph_capture_size=None, capture_policy="eager"
-    )
-    budget = config.budget.changed(capture_time=seconds)
-    return config.changed(compilation=tried, budget=budget)
 
 
 def _without(

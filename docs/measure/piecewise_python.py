@@ -1,5 +1,5 @@
 """What Python costs of a PIECEWISE step: the reference decoder of 28 layers on the CPU, with launches and eager pieces
-that do nothing. Copies of what eager pieces return are made.
+that do nothing, and without the check of addresses. Copies of what eager pieces return are made.
 
     python docs/measure/piecewise_python.py ops|modules [--results] [--profile]
 
@@ -23,7 +23,11 @@ from cgplan.planning import build_plan
 from cgplan.runner.session import CaptureSession
 
 LAYERS, ROUNDS, CALLS, ROWS = 28, 7, 300, 4
-MODES = ["compilation.cudagraph_mode=PIECEWISE", f"compilation.cudagraph_capture_sizes=[{ROWS}]"]
+MODES = [
+    "compilation.cudagraph_mode=PIECEWISE",
+    "compilation.address_check=off",
+    f"compilation.cudagraph_capture_sizes=[{ROWS}]",
+]
 idle = False  # whether launches and pieces do nothing
 
 
@@ -83,7 +87,7 @@ class Layers(torch.nn.Module):
 def layers(route):
     """Configuration and model of the layers."""
     split = {"splitting_ops": ["aten::softmax"]} if route == "ops" else {"splitting_modules": ["pieces.*"]}
-    compilation = {"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [ROWS], **split}
+    compilation = {"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [ROWS], "address_check": "off", **split}
     inputs = {"x": {"shape": ["num_tokens", 8], "dtype": "float32", "pad": 0}}
     return validate_config({"inputs": inputs, "compilation": compilation, "device": "cpu"}), Layers().eval()
 
