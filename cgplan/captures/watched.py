@@ -63,7 +63,8 @@ Read = tuple[StorageWeakRef, str]  # memory that a graph reads, and its path or 
 
 
 class _Place(NamedTuple):
-    memory: Memory
+    memory: Memory  # of its elements
+    whole: Memory  # of its storage
     storage: StorageWeakRef
 
 
@@ -85,10 +86,18 @@ class Places:
     ) -> Places:
         found = dict[str, _Place]()
         for place in Fingerprint.of(roots, device).of_tensors:
-            memory = span_of(place.value)
-            if memory is not None:
-                storage = place.value.untyped_storage()
-                found[place.path] = _Place(memory, StorageWeakRef(storage))
+            whole = span_of(place.value)
+            if whole is None:
+                continue
+            memory = whole
+            traits = place.traits
+            if traits is not None and place.address is not None:
+                length = 1
+                for size, stride in zip(traits.shape, traits.strides, strict=True):
+                    length += (size - 1) * stride
+                memory = place.address, place.address + length * traits.dtype.itemsize
+            storage = StorageWeakRef(place.value.untyped_storage())
+            found[place.path] = _Place(memory, whole, storage)
         return cls(found)
 
     def living(self) -> Places:
@@ -107,7 +116,7 @@ class Places:
         before = self.by_path[path]
         found = now.by_path.get(path)
         if found is not None and _OF_FUNCTIONS not in path:
-            return found.memory != before.memory
+            return found.memory[0] != before.memory[0]
         is_freed: bool = before.storage.expired()
         return is_freed
 
@@ -139,7 +148,7 @@ class WatchedGraph:
     proofs: dict[int, Owner] | None = None
 
 
-Problem = tuple[WatchedGraph, str, str]  # what became of memory, and its path
+Problem = tuple[WatchedGraph, str, str | int]  # what became of memory; its path or address
 
 
 class _Stale(NamedTuple):
@@ -408,11 +417,14 @@ class GraphWatch:
 
         # the first owner of memory counts
         owned = (*_places_of_each(roots), *places.by_path.items())
+        state = [(*place.memory, Owner("state", path)) for path, place in owned]
+        for path, place in owned:
+            state.append((*place.whole, Owner("state", path)))
         owners = Owners(
             backend,
             graphs,
             pointers,
-            state=((*place.memory, Owner("state", path)) for path, place in owned),
+            state=state,
             at_capture=at_capture,
             is_own_pool=partial(is_among, pools),
         )
@@ -606,7 +618,7 @@ def _classified(
         if is_problem or (is_stale and owner.kind not in ("graph pool", "proven", "disproven")):
             if path or launch_of(pointer, owner.kind)[1]:
                 became = owner.kind if is_problem else "moved"
-                problem = watched, became, path or owner.name
+                problem = watched, became, path or pointer.address
                 found.append(_Stale(problem, name, pointer, owner))
             else:
                 owner = Owner("unproven", f"looks like {owner.kind}")

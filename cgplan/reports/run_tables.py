@@ -71,7 +71,7 @@ _BECAME = {
     "free block": "freed",
     "unmapped": "unmapped",
     "unowned block": "replaced; the old tensor lives elsewhere",
-    "moved": "moved; its old memory has another owner",
+    "moved": "moved: its path leads elsewhere",
 }
 _READ = (
     Column("nodes"),

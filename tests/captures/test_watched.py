@@ -336,6 +336,134 @@ def test_a_capture_after_a_closed_one_looks_up_places_anew(backend: GraphBackend
         assert second is not None
 
 
+class Gated(nn.Module):
+    """Its tensors lie in one storage."""
+
+    def __init__(self, flat: Tensor, first: Any, second: Any) -> None:
+        super().__init__()
+        self.register_buffer("first", flat[first])
+        self.register_buffer("second", flat[second])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.first + self.second
+
+
+COLUMN = (slice(None), slice(0, 64))
+NEXT_COLUMN = (slice(None), slice(64, 128))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "other"),
+    [(0, 1, 2), (slice(0, 4), slice(4, 8), slice(1, 5)), (slice(1, 5), slice(5, 9), slice(0, 4))],
+    ids=["rows", "further", "back"],
+)
+def test_a_tensor_that_moves_within_its_storage_has_moved(
+    backend: GraphBackend, capture: Any, first: Any, second: Any, other: Any
+) -> None:
+    device = backend.device
+    flat = torch.randn(16, 64, device=device)
+    with torch.no_grad(), cgplan.watch() as watch:
+        model = Gated(flat, first, second).eval()
+        replay = capture(model, device)
+        assert not watch.baseline().stale
+        model.first = flat[first]  # the same place
+        assert not watch.changed().stale
+        model.first = flat[other]
+        report = watch.changed()
+        assert stale(report) == {"Gated.first": "moved"}
+        assert report.stale[0].pointers == report.stale[0].of
+        model.first, model.second = flat[second], flat[first]
+        assert stale(watch.check()) == {"Gated.first": "moved", "Gated.second": "moved"}
+        assert replay is not None
+
+
+def test_columns_of_one_tensor_that_change_places_have_moved(backend: GraphBackend) -> None:
+    flat = torch.randn(4, 128, device=backend.device)
+    with torch.no_grad(), cgplan.watch() as watch:
+        model = Gated(flat, COLUMN, NEXT_COLUMN).eval()
+        replay = by_cgplan(model, backend.device)
+        assert not watch.check().stale
+        model.first, model.second = model.second, model.first
+        assert stale(watch.check()) == {"Gated.first": "moved", "Gated.second": "moved"}
+        assert replay is not None
+
+
+def test_views_that_share_memory_are_live(backend: GraphBackend, capture: Any) -> None:
+    class Fused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv = nn.Linear(64, 192, bias=False)
+            self.cut()
+
+        def cut(self) -> None:
+            self.parts = self.qkv.weight.detach().split(64)
+            self.window = self.qkv.weight.detach()[32:96]
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.qkv(x).split(64, -1)
+            return q @ self.parts[1] + k @ self.window + v
+
+    device = backend.device
+    with torch.no_grad(), cgplan.watch() as watch:
+        model = Fused().to(device).eval().requires_grad_(False)
+        model.cut()
+        replay = capture(model, device)
+        assert not watch.check().stale
+        model.cut()
+        model.window = model.window[:8]  # as many rows as a batch needs
+        assert not watch.check().stale
+        model.parts = tuple(torch.zeros_like(part) for part in model.parts)
+        assert "Fused.parts[*]" in stale(watch.check())
+        assert replay is not None
+
+
+class Slotted(nn.Module):
+    """A walk does not enter the set."""
+
+    def __init__(self, flat: Tensor) -> None:
+        super().__init__()
+        self.slot = flat[0]
+        self.rows = {flat[8]}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * next(iter(self.rows))
+
+
+def test_memory_without_a_path_beside_a_view_that_moves_is_live(backend: GraphBackend) -> None:
+    flat = torch.randn(16, 64, device=backend.device)
+    with torch.no_grad(), cgplan.watch() as watch:
+        model = Slotted(flat).eval()
+        replay = by_cgplan(model, backend.device)
+        model.slot = flat[1]
+        assert not watch.check().stale
+        assert replay is not None
+
+
+def test_memory_without_a_path_that_was_freed_before_hides_none_freed_since(
+    backend: GraphBackend,
+) -> None:
+    def fresh() -> Tensor:
+        return torch.randn(4, 64, device=backend.device)
+
+    others = [fresh(), fresh()]
+    with torch.no_grad(), cgplan.watch({"other": nn.Linear(2, 2)}) as watch:
+        model = Gated(torch.randn(1), 0, 0).eval()
+        model.first = fresh()
+        model.second = fresh()
+        replay = by_cgplan(model, backend.device)
+        assert not watch.baseline().stale
+        model.first = others[0]
+        gc.collect()
+        assert sum(found.pointers for found in watch.baseline().stale) == 1
+        assert not watch.changed().stale
+        model.second = others[1]
+        gc.collect()
+        report = watch.changed()
+        assert (sum(found.pointers for found in report.stale), report.left_out) == (1, 1)
+        assert {found.problem for found in report.stale} <= {"free block", "unmapped"}
+        assert replay is not None
+
+
 def test_only_indices_are_left_out_of_names(backend: GraphBackend) -> None:
     class Mlp2d(nn.Module):
         def __init__(self) -> None:
