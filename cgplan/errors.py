@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from difflib import get_close_matches
-from typing import ClassVar
+from typing import Any, ClassVar
 
 
 def first_line(error: BaseException) -> str:
@@ -176,9 +176,10 @@ class RegretError(CgplanError):
 
 
 class AuditError(CgplanError):
-    """Graphs point into memory that is free or not the runner's."""
+    """Graphs point into memory that is free or not the runner's; ``report``: of an audit."""
 
     exit_code = 25
+    report: Any = None
 
 
 class GradientError(CgplanError):

@@ -178,12 +178,14 @@ def audit_error(report: AuditReport) -> AuditError:
     lines = "".join(f"\n  {text}" for text in texts[:_SHOWN])
     if len(texts) > _SHOWN:
         lines += "\n  and more"
-    return AuditError(
+    error = AuditError(
         f"{counted(len(report.findings), 'pointer')} of captured graphs into memory that is not "
         f"the runner's:{lines}",
         remedy="Keep what graphs read in the model or in inputs; capture again where it "
         "was replaced.",
     )
+    error.report = report
+    return error
 
 
 def _captured(graphs: ModelGraphs) -> list[ReadGraph]:

@@ -34,7 +34,7 @@ from cgplan.distributed import (
     open_all_reduce,
     open_ranks,
 )
-from cgplan.errors import CaptureError, PlanMismatchError
+from cgplan.errors import AuditError, CaptureError, PlanMismatchError
 from cgplan.measure.bench import bench, call_examples
 from cgplan.measure.doctor import check_up
 from cgplan.models.loading import load_model
@@ -79,11 +79,16 @@ def run(
     make = make or REPORTS[command]
     trace = Trace()
     with prints_aside(), ExitStack() as stack:
-        with trace.on() if request.trace else nullcontext():
-            runner = stack.enter_context(_captured(command, request, prepared))
-            if request.trace:
-                call_examples(runner)
-        report = make(runner)
+        try:
+            with trace.on() if request.trace else nullcontext():
+                runner = stack.enter_context(_captured(command, request, prepared))
+                if request.trace:
+                    call_examples(runner)
+            report = make(runner)
+        except AuditError as error:
+            if command != "audit":
+                raise
+            report = error.report
     if is_first_rank():
         if request.trace:
             save(request.trace, trace.to_json())

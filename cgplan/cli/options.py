@@ -269,10 +269,13 @@ class DoctorRequest(Given):
 @dataclass
 class AuditRequest(DoctorRequest):
     def settings(self) -> "list[str | Override]":
-        from cgplan.config import Override
+        from cgplan.config import Override, read_config
 
-        own = ("compilation.audit=report", "compilation.capture_policy=eager")
-        return [*super().settings(), *(Override(setting, "cgplan audit") for setting in own)]
+        settings = super().settings()
+        own = ["compilation.capture_policy=eager"]
+        if read_config(self.path, settings).config.compilation.audit != "prove":
+            own.append("compilation.audit=report")
+        return [*settings, *(Override(setting, "cgplan audit") for setting in own)]
 
 
 @dataclass

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import good, refused, settings, unwrapped
+from commands import cgplan_command, good, refused, settings, unwrapped
 
 from cgplan import errors
 from cgplan.planning import Plan
@@ -242,3 +242,43 @@ def test_what_has_to_know_the_graphs_refuses_auto(home: Path, arguments: tuple[s
         errors.ConfigError, *arguments, *GOOD, *settings("compilation.cudagraph_mode=AUTO")
     )
     assert "cudagraph_mode is AUTO" in message
+
+
+DROPS = """
+import torch, cgplan
+from torch import nn
+
+class Drops(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.held = {torch.ones(8)}  # a walk does not find it
+
+    def forward(self, x):
+        mode = cgplan.get_forward_context().runtime_mode
+        is_capture = mode is cgplan.CUDAGraphMode.FULL
+        return x * self.held.pop() if self.held and is_capture else x * 2
+"""
+
+
+def test_an_audit_captures_twice_if_asked(home: Path) -> None:
+    by_option = settings("compilation.audit=prove")
+    assert "proven" in good("audit", *GOOD, *by_option).stdout
+    assert "proven" not in good("audit", *GOOD).stdout
+    Path("file.yaml").write_text(
+        Path("good.yaml").read_text().replace("compilation:\n", "compilation:\n  audit: prove\n")
+    )
+    assert "proven" in good("audit", "file.yaml").stdout
+    message = refused(errors.ConfigError, "audit", *GOOD, *settings("compilation.audit=proof"))
+    assert "compilation.audit" in message
+
+
+@pytest.mark.parametrize("audit", ["off", "error", "prove"])
+def test_an_audit_shows_its_table_with_findings(home: Path, audit: str) -> None:
+    Path("drops.py").write_text(DROPS)
+    target = settings("model.target=drops.py:Drops", f"compilation.audit={audit}")
+    result = cgplan_command("audit", *GOOD, *target, "--output", "audit.json")
+    assert result.exit_code == errors.AuditError.exit_code, result.output
+    assert "free block" in result.stdout
+    assert ("proven" in result.stdout) is (audit == "prove")
+    assert "1 pointer of captured graphs" in result.stderr
+    assert load_report("audit.json").kind == "audit"
