@@ -352,19 +352,26 @@ class GraphWatch:
         BackendError as ``check``.
         """
         twins = (graph, twin)
-        seen = [self._graphs[each] for each in twins if each in self._graphs]
-        pools = tuple(each.pool for each in seen)
-        if self not in _open or len(set(pools)) < 2:
-            raise ConfigError(
-                "a proof takes two graphs that this watch saw, each in a pool of its own",
-                remedy="Capture twice, into new pools, before the watch is closed.",
-            )
-        backend = self._backend_of_graphs()
-        proofs = proofs_of(backend, blocks_of(backend), twins, pools)
+        watched = {id(each): found for each, found in self._graphs.items()}
+        seen = [watched[id(each)] for each in twins if id(each) in watched]
+        pools = [each.pool for each in seen]
+        names = " and ".join(each.name for each in seen)
+        proofs: dict[int, Owner] | None = None
+        if self not in _open:
+            problem = "the watch is closed"
+        elif len(seen) < 2:
+            problem = f"the watch saw {names or 'none'} of the two, or they were reset"
+        elif pools[0] == pools[1]:
+            problem = f"{names} are in one pool"
+        else:
+            problem = f"{names} have different nodes"
+            backend = self._backend_of_graphs()
+            proofs = proofs_of(backend, blocks_of(backend), twins, pools)
         if proofs is None:
             raise ConfigError(
-                f"{seen[0].name} and {seen[1].name} have different nodes",
-                remedy="Capture one function twice, with equal shapes.",
+                f"no proof: {problem}",
+                remedy="Capture one function twice, with equal shapes, into new pools, and prove "
+                "before the watch is closed.",
             )
         seen[0].proofs = proofs
 

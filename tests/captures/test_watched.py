@@ -758,13 +758,15 @@ def test_other_pairs_are_refused(backend: GraphBackend) -> None:
             with pytest.raises(ConfigError, match="graph 0 and graph 1 have different nodes"):
                 watch.prove(graph, other)
             assert watch.check().graphs[0].kinds == proven, "what was proven stays"
-            for twin in (graph, same):
-                with pytest.raises(ConfigError, match="each in a pool of its own"):
+            for twin, name in ((graph, "graph 0"), (same, "graph 2")):
+                with pytest.raises(ConfigError, match=f"graph 0 and {name} are in one pool"):
                     watch.prove(graph, twin)
-            for twin in (before, nn.Identity(), None):
-                with pytest.raises(ConfigError, match="two graphs that this watch saw"):
-                    watch.prove(graph, twin)
+            for unseen in (before, nn.Identity(), None, set(), "graph 0"):
+                with pytest.raises(ConfigError, match="the watch saw graph 0 of the two"):
+                    watch.prove(graph, unseen)
+                with pytest.raises(ConfigError, match="the watch saw none of the two"):
+                    watch.prove(unseen, unseen)
             assert watch.check().graphs[0].kinds == proven
             alike = capture_raw(backend, lambda: x.mul(2))
-        with pytest.raises(ConfigError, match="before the watch is closed"):
+        with pytest.raises(ConfigError, match="no proof: the watch is closed"):
             watch.prove(graph, alike)
