@@ -39,7 +39,8 @@ def run_watch(
         # standard output is for the JSON
         code = _run(command, environment, sys.stderr if request.as_json else None)
         found = list[tuple[str, WatchReport]]()
-        for file in sorted(Path(folder).glob("*.json")):
+        files = sorted(Path(folder).glob("*.json"))
+        for file in files:
             report = load_report(file)
             if isinstance(report, WatchReport) and (report.graphs or report.gone):
                 found.append((file.stem, report))
@@ -48,10 +49,17 @@ def run_watch(
     elif not found:
         from cgplan.captures.watched import watch
 
+        if not files:
+            note(
+                "cgplan watch: no process loaded PyTorch under the watch, which PYTHONPATH brings; "
+                "`python -I` and `env -i` drop it."
+            )
         with watch() as empty:
             found.append(("", empty.check()))
-    found.sort(key=lambda item: (-len(item[1].stale), -len(item[1].graphs)))
-    stale = 0
+    found.sort(
+        key=lambda item: (_freed(item[1]), len(item[1].stale), len(item[1].graphs)), reverse=True
+    )
+    freed = 0
     is_saved = is_first_rank()  # the first process
     for process, report in found:
         if len(found) > 1:
@@ -65,16 +73,22 @@ def run_watch(
                 html=request.html if is_saved else None,
             )
         is_saved = False
-        for part in report.stale:
-            if part.problem in ("free block", "unmapped"):
-                stale += part.pointers
+        freed += _freed(report)
     if code:
         raise Exit(code if code > 0 else 128 - code)
-    if stale:
+    if freed:
         raise AuditError(
-            f"{counted(stale, 'pointer')} of captured graphs into memory that was freed",
+            f"{counted(freed, 'pointer')} of captured graphs into memory that was freed",
             remedy="Capture again after weights or caches are replaced, or write into them.",
         )
+
+
+def _freed(report: WatchReport) -> int:
+    pointers = 0
+    for part in report.stale:
+        if part.problem in ("free block", "unmapped"):
+            pointers += part.pointers
+    return pointers
 
 
 def _run(command: Sequence[str], environment: dict[str, str], output: TextIO | None) -> int:

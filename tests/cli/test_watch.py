@@ -127,6 +127,30 @@ def test_a_program_without_graphs_has_a_report(tmp_path: Path) -> None:
     assert (report["kind"], report["graphs"]) == ("watch", [])
 
 
+@pytest.mark.parametrize("code", ["print('serves')", "import torch"])
+def test_it_is_said_where_no_process_was_watched(code: str) -> None:
+    done = run(sys.executable, "-c", code)
+    assert done.returncode == 0, done.stderr
+    assert ("no process loaded PyTorch under the watch" in done.stderr) is ("torch" not in code)
+    isolated = run(sys.executable, "-I", "-c", code)
+    assert "no process loaded PyTorch under the watch" in isolated.stderr
+    assert "`python -I` and `env -i` drop it" in isolated.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a forked process has no CUDA")
+def test_the_report_is_of_the_process_with_freed_memory(tmp_path: Path) -> None:
+    """Its parent has more stale tensors, which something still holds."""
+    program = tmp_path / "forks.py"
+    text = FORKS.replace("one.linear.weight = nn.Parameter(", "one.linear.weight.data = (")
+    text = text.replace("KEPT.extend([one.linear.weight, ", "KEPT.extend([")
+    reloads = "net.linear.bias = nn.Parameter(net.linear.bias.clone())"
+    program.write_text(text.replace('if what == "reload":', f'if what == "reload":\n    {reloads}'))
+    done = run(sys.executable, str(program), "reload", options=("--json",))
+    assert done.returncode == AuditError.exit_code
+    assert ", 2 stale tensors" in done.stderr
+    assert [found["problem"] for found in json.loads(done.stdout)["stale"]] == ["free block"]
+
+
 def test_a_program_of_any_rank_is_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
