@@ -51,7 +51,7 @@ from cgplan.captures.audit import (
     span_of,
 )
 from cgplan.captures.environment import describe_environment
-from cgplan.errors import AuditError, ConfigError
+from cgplan.errors import AuditError, CgplanError, ConfigError
 from cgplan.graphs.fingerprint import Fingerprint
 from cgplan.reports.records import StaleRecord, WatchedRecord, WatchReport
 from cgplan.units import counted, format_bytes
@@ -202,6 +202,8 @@ class GraphWatch:
         _open.add(self)
 
     def __enter__(self) -> GraphWatch:
+        if self not in _open:
+            raise CgplanError("the watch is closed", remedy="Make another one.")
         return self
 
     def __exit__(

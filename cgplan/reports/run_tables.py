@@ -70,7 +70,7 @@ MOST_FINDINGS = 20
 _BECAME = {
     "free block": "freed",
     "unmapped": "unmapped",
-    "unowned block": "replaced; the old tensor lives elsewhere",
+    "unowned block": "replaced; something holds the old tensor",
     "moved": "moved: its path leads elsewhere",
 }
 _READ = (

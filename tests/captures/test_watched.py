@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import cgplan
 from cgplan import GraphRunner, GraphWatch
 from cgplan.backends import GraphBackend, select_backend
-from cgplan.errors import AuditError, ConfigError
+from cgplan.errors import AuditError, CgplanError, ConfigError
 from cgplan.reports import load_report, render_text
 from cgplan.reports.records import WatchReport
 
@@ -604,6 +604,15 @@ def test_roots_without_names_are_refused(backend: GraphBackend) -> None:
         watch.check(made(backend.device))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="a root of a watch is None"):
         cgplan.watch({"model": None})
+
+
+def test_a_closed_watch_is_not_entered_again(backend: GraphBackend) -> None:
+    watch = cgplan.watch({"model": made(backend.device)})
+    with watch:
+        assert not watch.check().graphs
+    with pytest.raises(CgplanError, match="the watch is closed"), watch:
+        pass
+    assert not watch.check().graphs
 
 
 @pytest.mark.gpu
