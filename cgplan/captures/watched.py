@@ -73,10 +73,13 @@ class Places:
 
     def __init__(self, by_path: dict[str, _Place]) -> None:
         self.by_path = by_path
-        tied = dict[Memory, list[str]]()
+        tied = dict[int, list[str]]()
+        ends = dict[int, int]()
         for path, place in by_path.items():
-            tied.setdefault(place.memory, []).append(path)
-        self.by_memory = Stretches((*memory, paths) for memory, paths in tied.items())
+            start, end = place.memory
+            tied.setdefault(start, []).append(path)
+            ends[start] = max(end, ends.get(start, end))
+        self.by_memory = Stretches((start, ends[start], paths) for start, paths in tied.items())
 
     @classmethod
     def of(
@@ -117,8 +120,7 @@ class Places:
         found = now.by_path.get(path)
         if found is not None and _OF_FUNCTIONS not in path:
             return found.memory[0] != before.memory[0]
-        is_freed: bool = before.storage.expired()
-        return is_freed
+        return bool(before.storage.expired())
 
     def find(
         self,
@@ -126,7 +128,8 @@ class Places:
         now: Places,
     ) -> tuple[str, str, bool]:
         """The path there, the same without indices, and whether it is stale."""
-        paths = self.by_memory.find(address) or []
+        found = self.by_memory.find(address) or []
+        paths = [path for path in found if address < self.by_path[path].memory[1]]
         stale = [path for path in paths if self._is_stale(path, now)]
         path = (stale or paths or [""])[0]
         return path, re.sub(r"\[\d+\]", "[*]", path), bool(stale)

@@ -412,6 +412,11 @@ def test_views_that_share_memory_are_live(backend: GraphBackend, capture: Any) -
         model.cut()
         model.window = model.window[:8]  # as many rows as a batch needs
         assert not watch.check().stale
+        kept = model.qkv.weight.data
+        model.qkv.weight.data = kept.clone()  # the parts are still of the old one
+        assert stale(watch.check()) == {"Fused.qkv.weight": "moved"}
+        model.qkv.weight.data = kept
+        assert not watch.check().stale
         model.parts = tuple(torch.zeros_like(part) for part in model.parts)
         assert "Fused.parts[*]" in stale(watch.check())
         assert replay is not None
