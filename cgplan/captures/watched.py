@@ -74,12 +74,9 @@ class Places:
     def __init__(self, by_path: dict[str, _Place]) -> None:
         self.by_path = by_path
         tied = dict[int, list[str]]()
-        ends = dict[int, int]()
-        for path, place in by_path.items():
-            start, end = place.memory
-            tied.setdefault(start, []).append(path)
-            ends[start] = max(end, ends.get(start, end))
-        self.by_memory = Stretches((start, ends[start], paths) for start, paths in tied.items())
+        for path in sorted(by_path, key=lambda path: -by_path[path].memory[1]):
+            tied.setdefault(by_path[path].memory[0], []).append(path)
+        self.by_memory = Stretches((*by_path[paths[0]].memory, paths) for paths in tied.values())
 
     @classmethod
     def of(
@@ -190,14 +187,13 @@ class GraphWatch:
         self._forgotten = 0
         self._names = weakref.WeakKeyDictionary[nn.Module, str]()
         self._kinds = Counter[str]()  # of named modules
-        self._before = weakref.WeakSet(captured)
+        self._before = weakref.WeakSet((*captured, *living(torch.cuda.CUDAGraph)))
         self._known = set[Problem]()
         self._places = Places({})
         self._looked_up = 0.0
         self._cost = 0.0
         self._ended = 0  # graphs, at the last look-up
         self._closing = ExitStack()
-        self._before.update(living(torch.cuda.CUDAGraph))
         self._closing.enter_context(_hooks())
         if every_replay:
             self._closing.enter_context(_checked_replays())
