@@ -91,13 +91,12 @@ def run_plan(
         )
     priced = costs_of(loaded, request.costs)
     known: Engine | None = engine or ("vllm" if vllm else None)
-    lists = 1 if known == "vllm" else 2 * bool(known)
     if config.dims and (has_traffic or request.costs or request.emit):
         plan = _for_sizes(config, loads, priced, is_emitted=request.emit is not None)
     elif has_traffic:
-        plan = _for_traffic(config, loads, priced, lists, is_emitted=request.emit is not None)
+        plan = _for_traffic(config, loads, priced, known, is_emitted=request.emit is not None)
     else:
-        plan = _by_ladder(config, priced, one_list=lists == 1)
+        plan = _by_ladder(config, priced, one_list=known == "vllm")
     if vllm:
         plan = plan.changed(notes=(*vllm.notes, *plan.notes))
     if request.emit or request.as_json:
@@ -163,8 +162,8 @@ def run_check(
         elif times.source != made.times_source:
             other = f"the plan was made with other step times: {made.times_source}"
             times = times.changed(notes=(other, *times.notes))
-        rules = made.model_dump(include={"insurance", "objective", "kv_tokens"})
-        rules |= {"slo": made.slo, "lists": 2 * made.apart + made.one_list}
+        named_alike = {"insurance", "objective", "kv_tokens", "one_list", "apart"}
+        rules = {"slo": made.slo, **made.model_dump(include=named_alike)}
     replicas = loads.replicas or (made.replicas if made else 1)
     from cgplan.optimizer.decisions import Planner  # numpy from here on
 
@@ -313,7 +312,7 @@ def _for_traffic(
     config: Config,
     loads: Loads,
     priced: Priced,
-    lists: int,
+    engine: Engine | None,
     *,
     is_emitted: bool,
 ) -> Plan:
@@ -327,7 +326,8 @@ def _for_traffic(
             remedy="Give --step-times FILE of a GPU, by `cgplan bench` there or an engine's log "
             "(docs/planning.md).",
         )
-    if loads.mode is None and loads.step_times and lists == 1:
+    one_list = engine == "vllm"
+    if loads.mode is None and loads.step_times and one_list:
         loads.mode = ModeChoice.best
     if loads.slo and not loads.step_times:
         raise StepTimeError(
@@ -348,7 +348,8 @@ def _for_traffic(
         kv_tokens=loads.kv_cache_tokens,
         kv_token_bytes=loads.kv_token_bytes or priced.kv_token_bytes,
         replicas=replicas,
-        lists=lists,
+        one_list=one_list,
+        apart=engine not in (None, "vllm"),
     )
     plan = planner.decide(config)
     notes = plan.notes

@@ -85,7 +85,7 @@ class Planner:
         kv_tokens: Tokens that the KV cache holds; None: all.
         kv_token_bytes: Of a token there; 0: not known.
         replicas: Servers that share the requests.
-        lists: Lists of sizes that the engine has; 0: one for each lane.
+        one_list, apart: As in ``Evidence``.
     """
 
     times: StepTimes
@@ -99,14 +99,14 @@ class Planner:
     kv_tokens: int | None = None
     kv_token_bytes: int = 0
     replicas: int = 1
-    lists: int = 0
+    one_list: bool = False
+    apart: bool = False
 
     def __post_init__(self) -> None:
-        self._apart = self.lists == 2
         self._higher = list[Traffic]()
         self._today: Plan | None = None
         self._modes = MODES
-        if self._apart or self.times.full_of_decode:  # FULL graphs run decode alone
+        if self.apart or self.times.full_of_decode:  # FULL graphs run decode alone
             self._modes = [mode for mode in MODES if mode.mixed_mode() is not CUDAGraphMode.FULL]
         self._first: list[Source] = [
             source if isinstance(source, Traffic) else source.first(LARGE)
@@ -284,7 +284,7 @@ class Planner:
                 self.insurance,
                 beside,
                 worst=self.objective == "worst",
-                one_list=self.lists == 1,
+                one_list=self.one_list,
                 today=self._today,
             )
             return best_case(inputs)
@@ -338,7 +338,7 @@ class Planner:
             "draft_prefill_keys": built.draft_prefill_keys,
             "draft_decode_keys": built.draft_decode_keys,
         }
-        if set(built.keys) != set(plan.keys) and self.lists == 1:
+        if set(built.keys) != set(plan.keys) and self.one_list:
             costs = self.costs
             found |= {"keys": built.keys, "predicted": costs and costs.of(built.keys)}
         return case.with_plan(**found)
@@ -364,7 +364,7 @@ class Planner:
         source: Source,
     ) -> Traffic:
         if isinstance(source, Traffic):
-            return source.changed(apart=self._apart)
+            return source.changed(apart=self.apart)
         bounds = SchedulerBounds.of(
             plan,
             accepted_tokens=config.speculative.accepted_tokens,
@@ -374,8 +374,8 @@ class Planner:
         )
         key = (id(source), plan.keys, bounds)
         if key not in self._known:
-            clock = step_clock(plan, self.times, apart=self._apart)
-            traffic = simulate(source, bounds, clock).changed(apart=self._apart)
+            clock = step_clock(plan, self.times, apart=self.apart)
+            traffic = simulate(source, bounds, clock).changed(apart=self.apart)
             assert traffic.service is not None
             run = Run(plan.keys, traffic, self.times)
             service = traffic.service.changed(unmeasured=run.unmeasured)

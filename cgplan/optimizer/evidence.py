@@ -201,10 +201,10 @@ class Evidence(Record):
         unbounded: Limits of the budget that could not bound the plan, because costs are not known.
         rule: How the number of graphs was chosen, in words.
         insurance: Share of the steps in what was planned for that the traffic need not show.
-        lower_bound_us: Within the same limits, no plan of the same lanes has a shorter mean step,
-            insurance included.
+        lower_bound_us: No plan by this rule, of the same lanes, has a shorter mean step, insurance
+            included.
         gap: What the plan's mean step is longer, as a share of what graphs can save at all.
-        exact: Whether no plan within the limits is better (to 1e-6), the tolerance that ``rule``
+        exact: Whether no plan by this rule is better (to 1e-6), the tolerance that ``rule``
             names apart.
         one_list: Whether all lanes have the same sizes, as vLLM captures them.
         apart: Whether FULL graphs run decode alone, and PIECEWISE ones prefill alone, as in SGLang.

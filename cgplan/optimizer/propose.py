@@ -102,7 +102,7 @@ MUCH_MEMORY = 0.1  # share of the ladder's, above which more is worth a word
 FAILED = "it could not be captured"
 CASE = "its LoRA case was not planned for, see the notes"
 RULE = (
-    "without a budget the plan has the fewest graphs that are as good as the ladder and bring "
+    "without max_graphs the plan has no more graphs than are as good as the ladder and bring "
     "95% of what graphs can"
 )
 UNPROVEN = "the search did not find it, and the plan is not proven to be the best"
@@ -118,10 +118,10 @@ class Proposal(Record):
 def best_case(inputs: PlanInputs) -> Case:
     """The plan with the shortest expected step for this traffic inside ``config.budget``.
 
-    With a budget it is the best plan that the budget pays for, less graphs that together bring
-    under 0.01%. Without one it has the fewest graphs that bring 95% of what a graph for every size
-    would, and are as good as the configured sizes or ladder and as vLLM's: at most 0.1% longer for
-    each traffic, and at most 1% for what is insured: other traffic, batches that none shows.
+    ``max_graphs`` is the number of graphs, less those that together bring under 0.01%. Without it
+    the fewest suffice that bring 95% of what a graph for every size would, and are as good as the
+    configured sizes or ladder and as vLLM's: at most 0.1% longer for each traffic, and at most 1%
+    for what is insured. Memory and time make them others or fewer, not more.
 
     A key counts as one graph, whatever its segments.
 
@@ -132,41 +132,39 @@ def best_case(inputs: PlanInputs) -> Case:
         BudgetError: the budget does not pay for a single graph.
     """
     config = inputs.config
-    times = inputs.times
     if config.dims:
         raise PlanError(
             f"steps of requests do not tell {', '.join(config.dims)}, and graphs have these sizes",
             remedy="Use `cgplan plan --traffic FILE`, whose columns are the names of `dims`, and "
             "capture its plan.",
         )
-    insured = inputs.insured
-    curve = inputs.curve(inputs.loads, insured)
-    limits = inputs.limits
-    slack = WORTH * curve.problem.changeable
-    if inputs.is_bounded:
-        _check_one_graph(limits, curve)
-    else:
-        limits = Limits(_enough_graphs(inputs, curve))
-    if limits.graphs < MOST_GRAPHS:  # the number of a plan, given again, is that of the same plan
-        graphs = min(limits.graphs, curve.graphs)
-        above = float(curve.found.value[graphs]) - curve.problem.best_total
-        slack = max(slack - above, 0.0)
-    if limits.has_prices or limits.graphs > curve.graphs:
-        best = best_plan(curve.problem, limits, slack=slack)
-    else:
-        best = curve.found.best(limits.graphs, slack)
+    curve = inputs.curve
+    problem = curve.problem
+    most = config.budget.max_graphs
+    graphs = min(most or curve.enough, MOST_GRAPHS)
+    worth = WORTH * problem.changeable
+    above = float(curve.found.value[min(graphs, curve.graphs)]) - problem.best_total
+    slack = max(worth - above, 0.0)  # the number of a plan, given again, is that of the same plan
+    best = curve.found.best(min(graphs, curve.graphs), slack)
+    limits = inputs.limits(graphs)
+    if graphs > curve.graphs or not inputs.pays_for(limits, curve.keys_of(best.chosen)):
+        problem = inputs.priced(curve.planned)
+        _check_one_graph(inputs, limits, problem)
+        if most is None:
+            limits = replace(limits, graphs=len(curve.keys_of(best.chosen)))
+            slack = worth
+        best = best_plan(problem, limits, slack=slack)
+    keys = problem.keys_of(best.chosen, inputs.base)
     best_alone: list[float] = []
     if inputs.worst:
-        best, best_alone = _least_regret(curve, best, limits)
-    if inputs.failed or inputs.has_room_for_more(curve.problem) or inputs.pools_shrink:
+        keys, best_alone = _least_regret(inputs, keys, limits)
+        total = inputs.step(keys, curve.planned) * problem.weight
+        best = replace(best, total=total, least=total)
+    if inputs.failed or inputs.has_room_for_more(problem) or inputs.pools_shrink:
         # neighbours of failed sizes, more graphs, and larger sizes with smaller pools are not tried
-        bound = min(best.bound, curve.problem.best_total)
+        bound = min(best.bound, problem.best_total)
         best = replace(best, bound=bound)
-    keys = curve.keys_of(best.chosen)
-    run = Run(keys, curve.seen, times)
-    if not insured and not inputs.one_list:
-        used = {(use.lane, use.size) for use in run.uses}
-        keys = tuple(key for key in keys if (Lane.of(*key), key[1].num_tokens) in used)
+    run = Run(keys, curve.seen, inputs.times)
     sizes = {descriptor.num_tokens for _, descriptor in keys}
     plan = inputs.base.changed(
         capture_sizes=tuple(sorted(sizes)),
@@ -174,7 +172,7 @@ def best_case(inputs: PlanInputs) -> Case:
         keys=keys,
         predicted=inputs.costs and inputs.costs.of(keys),
     )
-    return Case(plan, inputs, curve, best, run, best_alone)
+    return Case(plan, inputs, best, run, best_alone)
 
 
 def propose(*given: Any, **options: Any) -> Proposal:
@@ -233,19 +231,12 @@ class PlanInputs:
             insured.append((unseen, self.insurance))
         return insured
 
-    @property
-    def limits(self) -> Limits:
+    def limits(self, graphs: int) -> Limits:
         """Without costs, memory and seconds bound nothing."""
-        budget = self.config.budget
-        graphs = min(budget.max_graphs or MOST_GRAPHS, MOST_GRAPHS)
         if self.costs is None:
             return Limits(graphs)
+        budget = self.config.budget
         return Limits(graphs, budget.memory, budget.capture_time)
-
-    @property
-    def is_bounded(self) -> bool:
-        most = self.config.budget.max_graphs
-        return most is not None or self.limits.has_prices
 
     @property
     def lora_cases(self) -> tuple[int, ...]:
@@ -303,23 +294,22 @@ class PlanInputs:
             one_list=self.one_list,
         )
 
-    def curve(
-        self,
-        loads: WeightedTraffic,
-        insured: WeightedTraffic,
-    ) -> Curve:
+    def priced(self, traffic: Traffic) -> Problem:
+        """The problem with the costs that limits count."""
+        has_prices = self.limits(0).has_prices
+        return self.problem(traffic, self.costs if has_prices else None)
+
+    def planned(self, loads: WeightedTraffic) -> Traffic:
+        """Loads, and what is insured beside them."""
         seen = Traffic.mixed(loads)
-        planned = seen
-        if insured:
-            rest = 1 - sum(share for _, share in insured)
-            planned = Traffic.mixed([(seen, rest), *insured])
-        costs = self.costs if self.limits.has_prices else None
-        return Curve(
-            self.problem(planned, costs),
-            self.problem(seen, None),
-            seen,
-            self,
-        )
+        if not self.insured:
+            return seen
+        rest = 1 - sum(share for _, share in self.insured)
+        return Traffic.mixed([(seen, rest), *self.insured])
+
+    @cached_property
+    def curve(self) -> Curve:
+        return Curve(self, Traffic.mixed(self.loads), self.planned(self.loads))
 
     def step(
         self,
@@ -332,7 +322,7 @@ class PlanInputs:
     def pools_shrink(self) -> bool:
         """Whether memory is limited and a larger size has a smaller pool."""
         costs = self.costs
-        if costs is None or self.limits.memory is None:
+        if costs is None or self.config.budget.memory is None:
             return False
         for lane in self.lanes:
             stride = stride_of(lane, self.base)
@@ -342,12 +332,18 @@ class PlanInputs:
         return False
 
     def has_room_for_more(self, problem: Problem) -> bool:
-        most = self.config.budget.max_graphs or MOST_GRAPHS + 1
-        if most <= MOST_GRAPHS or not self.is_bounded:
-            return False
-        driver, seconds = problem.least(MOST_GRAPHS + 1)[:, -1]
-        paid = self.limits.pays_for(MOST_GRAPHS, driver, seconds)
+        graphs = MOST_GRAPHS + 1
+        most = self.config.budget.max_graphs or 0
+        driver, seconds = problem.least(graphs)[:, -1]
+        paid = self.limits(most).pays_for(graphs, driver, seconds)
         return math.isfinite(driver) and bool(paid)
+
+    def pays_for(self, limits: Limits, keys: tuple[Key, ...]) -> bool:
+        costs = self.costs
+        if costs is None:
+            return True
+        cost = costs.of(keys)
+        return bool(limits.pays_for(0, cost.total_bytes, cost.seconds))
 
 
 def with_sizes(
@@ -362,91 +358,56 @@ def with_sizes(
     )
 
 
-def _enough_graphs(
-    inputs: PlanInputs,
-    curve: Curve,
-) -> int:
-    ladders = inputs.ladders
-    goals = [ladders[name] for name in (inputs.asked, "vllm") if name in ladders]
-    parts = [(load, ALIKE) for load, _ in inputs.loads]
-    parts += [(other, NO_GAIN) for other, _ in inputs.insured]
-    goals = goals or list(ladders.values())
-    longest = []
-    lanes: list[Lane] = []
-    for one in curve.problem.lanes:
-        lanes += one.lanes
-    for part, share in parts:
-        alone = problem_of(
-            lanes,
-            part,
-            inputs.times,
-            inputs.base,
-            costs=None,
-        )
-        slack = share * alone.changeable / part.total
-        steps = [inputs.step(plan.keys, part) for plan in goals]
-        least = min(steps, default=math.inf)
-        longest.append((part, least + slack))
-    fewest = max(curve.most_of_it(), 1)
-    for graphs in range(fewest, curve.graphs + 1):
-        keys = curve.keys_of(curve.found.chosen(graphs))
-        if all(inputs.step(keys, part) <= goal for part, goal in longest):
-            return graphs
-    return curve.last()
-
-
 def _least_regret(
-    curve: Curve,
-    best: Best,
+    inputs: PlanInputs,
+    keys: tuple[Key, ...],
     limits: Limits,
-) -> tuple[Best, list[float]]:
-    """The plan with the least largest regret, of those that are best for some weights of the loads;
-    and the best step of each load. Candidates do not depend on weights.
+) -> tuple[tuple[Key, ...], list[float]]:
+    """The plan with the least largest regret, of this one and those that are best for some weights
+    of the loads; and the best step of each load.
     """
-    inputs = curve.inputs
     loads = [load for load, _ in inputs.loads]
-    alone = []
-    for load in loads:
-        own = inputs.curve([(load, 1.0)], ())
-        keys = own.keys_of(best_plan(own.problem, limits).chosen)
-        alone.append(inputs.step(keys, load))
+
+    def best_keys(traffic: Traffic) -> tuple[Key, ...]:
+        problem = inputs.priced(traffic)
+        return problem.keys_of(best_plan(problem, limits).chosen, inputs.base)
+
+    alone = [inputs.step(best_keys(load), load) for load in loads]
     weights = 1 / np.array(alone)
-    chosen = best.chosen
-    found = chosen
+    found = keys
     least = math.inf
     for step in range(ROUNDS):
-        keys = curve.keys_of(chosen)
         steps = [inputs.step(keys, load) for load in loads]
         regrets = np.divide(steps, alone) - 1
         if regrets.max() < least:
-            found = chosen
+            found = keys
             least = float(regrets.max())
         apart = regrets - regrets.mean()
         apart /= max(float(np.abs(apart).max()), EXACT)
         weights *= np.exp(4 / (1 + step) * apart)
         weighed = list(zip(loads, weights.tolist(), strict=True))
-        own = inputs.curve(weighed, inputs.insured)
-        chosen = best_plan(own.problem, limits).chosen
-    total = curve.problem.total_of(found)
-    return Best(found, total, best.bound), alone
+        keys = best_keys(inputs.planned(weighed))
+    return found, alone
 
 
-def _check_one_graph(limits: Limits, curve: Curve) -> None:
-    problem = curve.problem
-    nothing = [()] * len(problem.lanes)
+def _check_one_graph(
+    inputs: PlanInputs,
+    limits: Limits,
+    problem: Problem,
+) -> None:
+    nothing: Chosen = ((),) * len(problem.lanes)
     singles = []
-    for n, lane in enumerate(problem.lanes):
-        for index in range(1, lane.sizes.size):
-            single: list[tuple[int, ...]] = [*nothing]
-            single[n] = (index,)
-            _, memory, seconds = problem.costs_of(tuple(single))
-            if limits.pays_for(0, memory, seconds):
-                return
-            singles.append((memory, seconds, tuple(single)))
+    for n in range(len(nothing)):
+        _, memory, seconds = problem.costs_with(nothing, n)
+        if np.any(limits.pays_for(0, memory[1:], seconds[1:])):
+            return
+        for index in range(1, memory.size):
+            single = (*nothing[:n], (index,), *nothing[n + 1 :])
+            singles.append((memory[index], seconds[index], single))
     if not singles:
         return
     memory, seconds, cheapest = min(singles)
-    names = [f"{mode} {descriptor}" for mode, descriptor in curve.keys_of(cheapest)]
+    names = [f"{mode} {descriptor}" for mode, descriptor in problem.keys_of(cheapest, inputs.base)]
     wrong = []
     enough = []
     if limits.memory is not None and memory > limits.memory:
@@ -455,7 +416,7 @@ def _check_one_graph(limits: Limits, curve: Curve) -> None:
     if limits.seconds is not None and seconds > limits.seconds:
         wrong.append(f"budget.capture_time is {limits.seconds:.3g} s")
         enough.append(f"budget.capture_time to {seconds * 1.01:.3g}s")
-    costs = curve.inputs.costs
+    costs = inputs.costs
     assert costs is not None, "without costs a graph costs nothing"
     raise BudgetError(
         f"{' and '.join(wrong)}, but the cheapest graph that a batch gains by, "
@@ -473,14 +434,21 @@ class Curve:
     """The best plans by their number of graphs, if nothing else is limited.
 
     Attributes:
-        problem: Of what is planned for, what is insured included.
-        alone, seen: The problem of the traffic alone, and the traffic.
+        seen, planned: The traffic, and with what is insured.
     """
 
-    problem: Problem
-    alone: Problem
-    seen: Traffic
     inputs: PlanInputs
+    seen: Traffic
+    planned: Traffic
+
+    @cached_property
+    def problem(self) -> Problem:
+        return self.inputs.problem(self.planned, None)
+
+    @cached_property
+    def alone(self) -> Problem:
+        """Of the traffic alone."""
+        return self.inputs.problem(self.seen, None)
 
     @cached_property
     def found(self) -> Search:
@@ -510,30 +478,40 @@ class Curve:
     def graphs(self) -> int:
         return self.found.value.size - 1
 
-    def expected_us(self, graphs: int) -> float:
-        return float(self.found.value[graphs]) / self.problem.weight
-
-    def fewest(self, expected_us: float) -> int | None:
-        """The fewest graphs with which steps are no longer than that."""
-        goal = expected_us * self.problem.weight * (1 + 1e-9)
-        enough = np.flatnonzero(self.found.value <= goal)
+    def fewest(self, total: float) -> int | None:
+        """The fewest graphs with which all steps together are no longer than that."""
+        enough = np.flatnonzero(self.found.value <= total * (1 + 1e-9))
         return int(enough[0]) if enough.size else None
 
-    def most_of_it(self) -> int:
-        """The fewest graphs that bring 95% of what a graph for every size would; beyond a curve
-        that is too short.
-        """
+    @property
+    def enough(self) -> int:
+        """The fewest graphs that bring 95% of what graphs can, and are as good as the ladders."""
+        inputs = self.inputs
+        ladders = inputs.ladders
+        goals = [ladders[name] for name in (inputs.asked, "vllm") if name in ladders]
+        goals = goals or list(ladders.values())
+        parts = [(load, ALIKE) for load, _ in inputs.loads]
+        parts += [(other, NO_GAIN) for other, _ in inputs.insured]
+        longest = []
+        for part, share in parts:
+            slack = share * inputs.problem(part, None).changeable / part.total
+            least = min((inputs.step(plan.keys, part) for plan in goals), default=math.inf)
+            longest.append((part, least + slack))
         problem = self.problem
-        enough = problem.best_total + CLOSE * problem.saved
-        graphs = self.fewest(enough / problem.weight)
-        return self.graphs + 1 if graphs is None else graphs
+        fewest = self.fewest(problem.best_total + CLOSE * problem.saved)
+        if fewest is None:
+            return self.last
+        for graphs in range(max(fewest, 1), self.graphs + 1):
+            keys = self.keys_of(self.found.chosen(graphs))
+            if all(inputs.step(keys, part) <= goal for part, goal in longest):
+                return graphs
+        return self.last
 
+    @property
     def last(self) -> int:
         """The number of graphs from which more bring less than 0.01%."""
-        problem = self.problem
-        slack = WORTH * problem.changeable / problem.weight
-        least = self.expected_us(self.graphs)
-        return self.fewest(least + slack) or 0
+        slack = WORTH * self.problem.changeable
+        return self.fewest(float(self.found.value[-1]) + slack) or 0
 
     def keys_of(self, chosen: Chosen) -> tuple[Key, ...]:
         return self.problem.keys_of(chosen, self.inputs.base)
@@ -567,7 +545,6 @@ class Case:
 
     plan: Plan
     inputs: PlanInputs
-    curve: Curve
     best: Best
     run: Run
     best_alone: Sequence[float]
@@ -584,9 +561,9 @@ class Case:
 
     def _evidence(self, decided: Mapping[str, Any]) -> Evidence:
         plan = self.plan
-        curve = self.curve
         run = self.run
         inputs = self.inputs
+        curve = inputs.curve
         costs = inputs.costs
         problem = curve.problem
         alone = curve.alone
@@ -594,7 +571,7 @@ class Case:
         lower_us = lower / problem.weight
         if not inputs.insured:
             lower_us = min(lower_us, run.expected_us)
-        lost = problem.total_of(self.best.chosen) - lower
+        lost = self.best.total - lower
         ladders = [self._ladder(name, ladder) for name, ladder in inputs.ladders.items()]
         warnings = [*run.times.warnings, *run.traffic.warnings]
         doubt = ""
@@ -645,7 +622,7 @@ class Case:
                 LaneSizes(**lane._asdict(), sizes=sizes) for lane, sizes in plan.lanes().items()
             ),
             uses=tuple(use_of(use, run) for use in run.uses),
-            pareto=tuple(map(curve.point, range(1, curve.last() + 1))),
+            pareto=tuple(map(curve.point, range(1, curve.last + 1))),
             ladders=tuple(ladders),
             not_worth=tuple(self._not_worth()),
             notes=tuple(self._notes()),
@@ -689,13 +666,13 @@ class Case:
     def _exact(self) -> bool:
         if self.inputs.worst:  # the bound is of the mean
             return False
-        tolerance = EXACT * self.curve.problem.changeable
+        tolerance = EXACT * self.inputs.curve.problem.changeable
         return self.best.least <= self.best.bound + tolerance
 
     @property
     def _changeable_us(self) -> float:
         """Of the mean step of the traffic: what the steps take that graphs make faster."""
-        alone = self.curve.alone
+        alone = self.inputs.curve.alone
         return alone.changeable / alone.weight
 
     @property
@@ -710,7 +687,7 @@ class Case:
         name: str,
         plan: Plan,
     ) -> LadderPoint:
-        curve = self.curve
+        curve = self.inputs.curve
         run = Run(plan.keys, self.run.traffic, self.run.times)
         step = run.expected_us
         near = curve.alone.infinite_us + NO_GAIN * self._changeable_us
@@ -728,9 +705,9 @@ class Case:
     def _point_within(self, expected_us: float) -> ParetoPoint | None:
         """The fewest graphs with which the traffic alone takes no longer."""
         goal = expected_us * (1 + 1e-9)
-        for graphs, step in enumerate(self.curve.steps):
+        for graphs, step in enumerate(self.inputs.curve.steps):
             if step <= goal:
-                return self.curve.point(graphs)
+                return self.inputs.curve.point(graphs)
         return None
 
     def _left_out(self) -> Iterator[tuple[Key, str]]:
@@ -755,12 +732,12 @@ class Case:
         broken = self._broken([*self.plan.keys, key])
         if broken:
             return ", ".join(map(limit_words, broken))
-        if not inputs.is_bounded:
+        if inputs.config.budget.max_graphs is None:
             return RULE
         return NO_GRAPH_GAIN if self._exact else UNPROVEN
 
     def _broken(self, keys: Sequence[Key]) -> tuple[PlanLimit, ...]:
-        cost = self.curve.price(capture_order(keys))
+        cost = self.inputs.curve.price(capture_order(keys))
         limits = budget_of(self.inputs.config)  # an SLO or a draft model may lower max_graphs
         spent: dict[PlanLimit, Any] = {
             "max_graphs": len(keys),
@@ -784,22 +761,23 @@ class Case:
             if name in self.plan.budget and name not in self._unbounded:
                 limit = self.plan.budget[name]
                 given.append(f"{name} {written(limit)}")
-        ladder = ladder_words(inputs.asked)
-        if inputs.asked != "vllm":
-            ladder += " and the vllm ladder"
-        as_good = f"as good as {ladder} within {ALIKE:.1%}"
-        if inputs.insured:
-            as_good += f", and {NO_GAIN:.0%} for batches not in the traffic"
-        why = "the budget binds nothing without costs" if self._unbounded else "no budget"
-        rule = (
-            f"{why}: the fewest graphs that are {as_good}, and bring {1 - CLOSE:.0%} of "
-            f"what graphs can, of up to {LAST}"
-        )
-        if inputs.is_bounded:
-            rule = (
-                f"the best within the budget ({', '.join(given)}), less graphs that together bring "
-                f"under {WORTH:.2%}"
+        rule = f"the best within the budget ({', '.join(given)})"
+        if "max_graphs" in self.plan.budget:
+            rule += f", less graphs that together bring under {WORTH:.2%}"
+        else:
+            ladder = ladder_words(inputs.asked)
+            if inputs.asked != "vllm":
+                ladder += " and the vllm ladder"
+            as_good = f"as good as {ladder} within {ALIKE:.1%}"
+            if inputs.insured:
+                as_good += f", and {NO_GAIN:.0%} for batches not in the traffic"
+            suffices = (
+                f"the fewest graphs that are {as_good}, and bring {1 - CLOSE:.0%} of "
+                f"what graphs can, of up to {LAST}"
             )
+            most = "no more graphs than suffice without it"
+            why = "the budget binds nothing without costs" if self._unbounded else "no budget"
+            rule = f"{rule}, with {most}: {suffices}" if given else f"{why}: {suffices}"
         if inputs.worst:
             rule += ", with the least regret of the worst load"
         return rule
@@ -808,13 +786,15 @@ class Case:
         """Limits that the next better plan of the curve breaks, or, beyond its end, a graph for
         every size.
         """
-        curve = self.curve
+        inputs = self.inputs
+        curve = inputs.curve
         problem = curve.problem
-        total = problem.total_of(self.best.chosen)
-        better = total - WORTH * problem.changeable
-        if not self.inputs.is_bounded or better < problem.best_total:
+        better = self.best.total - WORTH * problem.changeable
+        if better < problem.best_total:
             return ()
-        graphs = curve.fewest(better / problem.weight)
+        graphs = curve.fewest(better)
+        if inputs.config.budget.max_graphs is None and (graphs is None or graphs > curve.enough):
+            return ()
         if graphs is None:
             every = [tuple(range(1, lane.sizes.size)) for lane in problem.lanes]
             chosen: Chosen = tuple(every)
@@ -824,13 +804,13 @@ class Case:
 
     def _next_graph(self) -> NextGraph | None:
         graphs = len(self.plan.keys) + 1
-        problem = self.curve.problem
-        if graphs > self.curve.graphs:
+        curve = self.inputs.curve
+        problem = curve.problem
+        if graphs > curve.graphs:
             return None
-        now = problem.total_of(self.best.chosen) / problem.weight
-        gain = max(now - self.curve.expected_us(graphs), 0.0)
-        share = gain * problem.weight / max(problem.changeable, EXACT)
-        return NextGraph(microseconds=gain, percent=100 * share)
+        gain = max(self.best.total - float(curve.found.value[graphs]), 0.0)
+        share = gain / max(problem.changeable, EXACT)
+        return NextGraph(microseconds=gain / problem.weight, percent=100 * share)
 
     def _not_worth(self) -> Iterator[NotWorth]:
         """Sizes of the planned lanes at which a graph brings nothing."""
@@ -902,8 +882,6 @@ class Case:
         if self.plan.mode is CUDAGraphMode.NONE:
             return "nothing is captured: the resolved cudagraph_mode is NONE"
         if not self.plan.keys:
-            if self.inputs.is_bounded:
-                return "no graph saves time within the budget"
             return "no graph saves time: eager steps take no longer"
         number = len(self.plan.keys)
         graphs = counted(number, "graph")
@@ -911,7 +889,7 @@ class Case:
         if ladder is None:
             return f"{format_microseconds(expected)} a step with {graphs}"
         theirs = f"with {ladder.words}"
-        unchanged = self.curve.alone.infinite_us - self._changeable_us
+        unchanged = self.inputs.curve.alone.infinite_us - self._changeable_us
         changed = max(ladder.expected_us - unchanged, EXACT)
         change = (expected - ladder.expected_us) / changed
         if change > NO_GAIN:
@@ -920,7 +898,7 @@ class Case:
                 "see what binds"
             )
         if ladder.no_gain:
-            above = ladder.expected_us - self.curve.alone.infinite_us
+            above = ladder.expected_us - self.inputs.curve.alone.infinite_us
             away = above / max(self._changeable_us, EXACT)
             verb = "is" if number == 1 else "are"
             judged = f"{graphs} {verb} as good"

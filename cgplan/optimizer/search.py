@@ -89,12 +89,13 @@ class Best:
 
     Attributes:
         chosen: Candidates of each lane.
-        least: Microseconds, times weight, of the best plan that was found, which may have a few
-            graphs more.
+        total: Microseconds, times weight.
+        least: Of the best plan found, which may have a few graphs more.
         bound: No plan within the limits is below it.
     """
 
     chosen: Chosen
+    total: float
     least: float
     bound: float
 
@@ -138,7 +139,7 @@ def best_plan(
         return best
     bound = max(bound, priced)
     bound = min(bound, total)
-    return Best(chosen, total, bound)
+    return Best(chosen, total, total, bound)
 
 
 class _Halves:
@@ -156,9 +157,9 @@ class _Halves:
         most = self._limits.graphs
         chosen, bound = self._best_of(most, np.inf)
         if chosen is None:
-            return Best(((), ()), np.inf, bound)
+            return Best(((), ()), np.inf, np.inf, bound)
         problem = self._found.problem
-        total = problem.total_of(chosen)
+        least = min(bound, problem.total_of(chosen))
         enough = bound * (1 + PROVEN) + slack
         fewer: Chosen | None = chosen
         while fewer is not None:
@@ -167,8 +168,7 @@ class _Halves:
             if graphs == 0:
                 break
             fewer, _ = self._best_of(graphs - 1, enough)
-        least = min(bound, total)
-        return Best(chosen, least, bound)
+        return Best(chosen, problem.total_of(chosen), least, bound)
 
     def _best_of(
         self,
@@ -189,7 +189,7 @@ class _Halves:
                 break
             pair = self._pairs[low, high]
             plan = pair.chosen(graphs)
-            chosen = found.raised(plan)
+            chosen = found.with_room(plan)
             costs = found.problem.costs_of(chosen)
             if limits.pays_for(*costs):
                 return chosen, bound
@@ -401,7 +401,13 @@ class Search:
         chosen = self.chosen(min(graphs, fewest))
         total = self.problem.total_of(chosen)
         bound = float(self.bound[graphs])
-        return Best(chosen, min(least, total), bound)
+        least = min(least, total)
+        return Best(
+            chosen,
+            total,
+            least,
+            bound,
+        )
 
     def chosen(self, graphs: int) -> Chosen:
         """The plan of at most so many graphs."""
@@ -410,14 +416,14 @@ class Search:
         else:
             last = len(self._plans) - 1
             plan = self._plans[min(graphs, last)]
-        return self.raised(plan)
+        return self.with_room(plan)
 
     def is_too_much(self, graphs: int) -> bool:
         chosen = self.chosen(graphs)
         costs = self.problem.costs_of(chosen)
         return not self.limits.pays_for(*costs)
 
-    def raised(self, chosen: Chosen) -> Chosen:
+    def with_room(self, chosen: Chosen) -> Chosen:
         """Each size but the largest in favour of the largest one below the next that takes and
         costs as much.
         """

@@ -14,9 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
 from cgplan.config import Config
 from cgplan.modes import Key
@@ -24,9 +22,6 @@ from cgplan.planning.costs import KeyCost, static_bytes, widest
 from cgplan.planning.plan import Lane, Plan
 from cgplan.pricing.allocator import unit_of
 from cgplan.units import grouped
-
-if TYPE_CHECKING:
-    from cgplan.optimizer.paths import Paths
 
 
 def restricted(
@@ -125,9 +120,9 @@ def spread(
     lanes.sort(key=attrgetter("num_active_loras"), reverse=True)
     lanes = lanes[:most]
     kept = set[Key]()
-    if len(plan.dim_names) > 1:
-        import numpy as np
+    import numpy as np
 
+    if len(plan.dim_names) > 1:
         from cgplan.optimizer.boxes import least_padded
 
         share = most // len(lanes)
@@ -137,43 +132,44 @@ def spread(
             chosen = least_padded(np.array(boxes), share)
             kept.update(own[index] for index in chosen)
         return tuple(key for key in keys if key in kept)
-    rows: dict[Lane, tuple[int, ...]] = {}
-    for lane in lanes:
+    from cgplan.optimizer.paths import best_paths
+
+    padding = {}
+    gains = []  # rows of padding that one more graph of a lane saves a batch, on average
+    for place, lane in enumerate(lanes):
         own = groups[lane]
         own.sort(key=_tokens_of)
         stride = plan.query_len if lane.uniform else 1
-        sizes = []
-        for key in own:
-            sizes.append(_tokens_of(key) // stride)
-        rows[lane] = tuple(sizes)
-
-    def saved(
-        lane: Lane,
-    ) -> float:
-        """Rows of padding that one more graph saves a batch, on average; below 0 where no size is
-        left.
-        """
-        number = numbers[lane]
-        sizes = rows[lane]
-        if number == len(sizes):
-            return -1.0
-        paths = _least_padding(sizes, most)
-        cost = paths.cost[:, -1]
-        now = cost[number]
-        less = float(now - cost[number + 1])
-        return less / sizes[-1]
-
-    numbers = dict.fromkeys(lanes, 1)
+        sizes = np.zeros(len(own) + 1)
+        for n, key in enumerate(own, 1):
+            tokens = _tokens_of(key)
+            sizes[n] = tokens / stride
+        rows = sizes[None]
+        paths = best_paths(
+            rows,
+            rows,
+            most,
+        )
+        padding[lane] = paths
+        cost = paths.cost[1:, -1]
+        less = -np.diff(cost)
+        less /= sizes[-1]
+        last = len(own) - 1
+        for gain in less[:last].tolist():
+            saved = (
+                gain,
+                lane.uniform,
+                -place,
+            )
+            gains.append(saved)
+    gains.sort(reverse=True)
     left = most - len(lanes)
-    for _ in range(left):
-        saves = [(saved(lane), lane.uniform) for lane in lanes]
-        best = max(saves)
-        place = saves.index(best)
-        numbers[lanes[place]] += 1
-    for lane in lanes:
+    more = [-place for _, _, place in gains[:left]]
+    for place, lane in enumerate(lanes):
         own = groups[lane]
-        paths = _least_padding(rows[lane], most)
-        for index in paths.sizes(numbers[lane], len(own)):
+        paths = padding[lane]
+        number = 1 + more.count(place)
+        for index in paths.sizes(number, len(own)):
             key = own[index - 1]
             kept.add(key)
     return tuple(key for key in keys if key in kept)
@@ -213,16 +209,3 @@ def _one_list(
     chosen = paths.sizes(most, int(last))
     kept = {every[index] for index in chosen}
     return tuple(key for key in plan.keys if _tokens_of(key) in kept)
-
-
-@lru_cache(64)
-def _least_padding(
-    sizes: tuple[int, ...],
-    most: int,
-) -> Paths:
-    import numpy as np
-
-    from cgplan.optimizer.paths import best_paths
-
-    rows = np.array([[0, *sizes]], dtype=float)
-    return best_paths(rows, rows, most)

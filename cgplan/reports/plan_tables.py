@@ -491,7 +491,7 @@ def _reasons(plan: Plan, evidence: Evidence) -> Iterator[Fact]:
     if evidence.unmeasured > MOST_UNMEASURED:
         proof = "extrapolated: most steps have sizes that were not measured"
     elif evidence.exact:
-        proof = "proven: no plan within the limits is better by these times and costs"
+        proof = "proven: no plan by this rule is better by these times and costs"
     elif evidence.gap > 1e-6:
         proof += f", at most {evidence.gap:.1%} above the best"
     yield "proof", f"{proof}; {included}"

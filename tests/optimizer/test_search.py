@@ -653,7 +653,11 @@ def check(seed: int) -> str:
         )
         return "refused"
     plan, evidence = made.plan, made.evidence
-    least = float(all_sets.expected[paid if budget else all_sets.graphs <= len(plan.keys)].min())
+    if "max_graphs" not in budget:  # what suffices without a budget bounds the number
+        free = propose(config, seen, times, costs, insurance=insurance, one_list=one_list)
+        assert len(plan.keys) <= len(free.plan.keys), "a budget gives more graphs than none"
+        paid = paid & (all_sets.graphs <= len(plan.keys))
+    least = float(all_sets.expected[paid].min())
     mine = float(
         all_sets.expected[
             np.all([has == (key in plan.keys) for key, has in all_sets.has.items()], axis=0)
