@@ -148,14 +148,14 @@ def propose_boxes(
         return build_plan(full)
 
     top = tuple(dim.top for dim in dims_of(config))
-    case = _Case(
+    problem = _BoxProblem(
         config,
         traffic,
         surface,
         costs,
         plan_of([top]),
     )
-    evidence = case.evidence(BOXES if most is None else most // len(lanes))
+    evidence = problem.evidence(BOXES if most is None else most // len(lanes))
     boxes = [(use.size or 0, *use.sizes) for use in evidence.uses]
     plan = plan_of(boxes)
     plan = plan.changed(
@@ -169,7 +169,7 @@ def propose_boxes(
 
 
 @dataclass
-class _Case:
+class _BoxProblem:
     """Batches, and the sizes that boxes may have. Arrays of sizes and boxes are [n, dimensions]."""
 
     config: Config

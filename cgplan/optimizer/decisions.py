@@ -15,9 +15,9 @@ from cgplan.optimizer.evidence import ASKED_FOR, PlanCheck, ServicePoint
 from cgplan.optimizer.lanes import Run
 from cgplan.optimizer.propose import (
     ALIKE,
-    Case,
     PlanInputs,
-    best_case,
+    PlannedGraphs,
+    plan_graphs,
     point_of,
     use_of,
     with_sizes,
@@ -138,36 +138,36 @@ class Planner:
                 )
         self._today = build_plan(config)
         weighed = self._weighed(config)
-        chosen, case = weighed[0]
+        chosen, planned = weighed[0]
         if self.any_mode and self._is_large:
-            case = self._case(chosen)
-            weighed[0] = chosen, case
-        cases = {made.plan.mode: made for _, made in weighed}
+            planned = self._planned(chosen)
+            weighed[0] = chosen, planned
+        by_mode = {made.plan.mode: made for _, made in weighed}
         notes = list[str]()
         miss = None
         if slo:
-            miss = self._worst_miss(config, case.plan)
+            miss = self._worst_miss(config, planned.plan)
             said = "holds without graphs, too; those worth it stay"
             if not miss.holds or not self._worst_miss(config, build_plan(_eager(config))).holds:
                 held = []
                 for pair in weighed[:1] if self._is_large else weighed:
                     fewest, its = self._within_slo(*pair)
-                    cases[fewest.plan.mode] = fewest
+                    by_mode[fewest.plan.mode] = fewest
                     graphs = math.inf
                     if its.holds:
                         graphs = fewest.plan.num_graphs
                     held.append((graphs, fewest, its))
-                _, case, miss = min(held, key=itemgetter(0))
+                _, planned, miss = min(held, key=itemgetter(0))
                 said = f"is missed with each number of graphs tried: {miss.text}"
                 if miss.holds:
-                    said = f"holds with {case.plan.graph_words}, the fewest of those tried"
+                    said = f"holds with {planned.plan.graph_words}, the fewest of those tried"
             share = miss.service.unmeasured
             if share:
                 said += f"; {share:.2%} of the steps are extrapolated"
             notes.append(f"SLO {', '.join(map(str, slo))} {said}")
         if self.any_mode:
-            notes += self._mode_notes(cases, cases[self._today.mode], case)
-        return self._with_evidence(config, case, notes, miss)
+            notes += self._mode_notes(by_mode, by_mode[self._today.mode], planned)
+        return self._with_evidence(config, planned, notes, miss)
 
     def check(self, config: Config, plan: Plan) -> PlanCheck:
         """A plan on these loads, which it need not have been made for."""
@@ -183,11 +183,11 @@ class Planner:
             made = use_of(use, run, step_us=step_us, own_us=own_us)
             uses.append(made)
         own = point_of("this plan", run, graphs)
-        anew = self._case(config)
+        anew = self._planned(config)
         others = {"planned anew": anew.plan}
         if graphs and graphs != len(anew.plan.keys):
             as_many = config.changed(budget=BudgetConfig(max_graphs=plan.num_graphs))
-            others[f"best with {graphs}"] = self._case(as_many).plan
+            others[f"best with {graphs}"] = self._planned(as_many).plan
         others |= anew.inputs.ladders
         points = []
         for name, other in others.items():
@@ -236,33 +236,33 @@ class Planner:
 
     # --- one plan ---------------------------------------------------------------------------------
 
-    def _case(
+    def _planned(
         self,
         config: Config,
         *,
         of_first: bool = False,
-    ) -> Case:
+    ) -> PlannedGraphs:
         """The plan within the budget, which the graphs of a draft model count in; ``of_first``: for
         the first ``LARGE`` requests.
         """
         most = config.budget.max_graphs
-        case = self._captured(config, of_first)
-        if most is None or case.plan.num_graphs <= most:
-            return case
+        planned = self._for_loads(config, of_first)
+        if most is None or planned.plan.num_graphs <= most:
+            return planned
         low = 0
         high = most
-        fits: Case | None = None
+        fits: PlannedGraphs | None = None
         while high - low > 1:
             middle = (low + high) // 2
             bounded = config.with_values("budget", max_graphs=middle)
-            case = self._captured(bounded, of_first)
-            if case.plan.num_graphs <= most:
-                fits = case
+            planned = self._for_loads(bounded, of_first)
+            if planned.plan.num_graphs <= most:
+                fits = planned
                 low = middle
             else:
                 high = middle
         if fits is None:
-            graphs = case.plan.num_graphs
+            graphs = planned.plan.num_graphs
             raise BudgetError(
                 f"budget.max_graphs is {most}, and one size takes {graphs} graphs, those of the "
                 "draft model included",
@@ -270,11 +270,11 @@ class Planner:
             )
         return fits.with_plan(budget={**fits.plan.budget, "max_graphs": most})
 
-    def _chosen(self, config: Config, of_first: bool) -> Case:
+    def _for_loads(self, config: Config, of_first: bool) -> PlannedGraphs:
+        """For steps as they are with the plan, and with all graphs that vLLM captures."""
         others = self._others(config)
 
-        def chosen_for(steps: list[tuple[Traffic, float]], share: float) -> Case:
-            beside = [(other, share) for other in others] if share else ()
+        def planned_for(steps: list[tuple[Traffic, float]], share: float) -> PlannedGraphs:
             inputs = PlanInputs(
                 config,
                 steps,
@@ -282,30 +282,44 @@ class Planner:
                 self.costs,
                 self.failed,
                 self.insurance,
-                beside,
+                [(other, share) for other in others] if share else (),
                 worst=self.objective == "worst",
                 one_list=self.one_list,
                 today=self._today,
             )
-            return best_case(inputs)
+            return plan_graphs(inputs)
 
         steps = self.steps(config, build_plan(config), of_first=True)
         if self._requests:  # the times of steps change their batches
-            chosen = chosen_for(steps, OTHER_SHARES[0])
-            steps = self.steps(config, chosen.plan, of_first=of_first)
-        best = chosen_for(steps, 0.0)
-        longest = best.run.expected_us * (1 + GIVEN_UP)
+            first = planned_for(steps, OTHER_SHARES[0])
+            steps = self.steps(config, first.plan, of_first=of_first)
+        planned = planned_for(steps, 0.0)
+        longest = planned.run.expected_us * (1 + GIVEN_UP)
         for share in OTHER_SHARES if others else ():
-            robust = chosen_for(steps, share)
+            robust = planned_for(steps, share)
             if robust.run.expected_us <= longest:
-                return robust
-        if not others:
-            return best
-        note = (
-            "the p99 of decode and higher loads were not planned for: the step would be more than "
-            f"{GIVEN_UP:.1%} longer; with requests --scale 1,2,4 --objective worst plans for them"
-        )
-        return best.with_plan(notes=(*best.plan.notes, note))
+                planned = robust
+                break
+        else:
+            if others:
+                note = (
+                    "the p99 of decode and higher loads were not planned for: the step would be "
+                    f"more than {GIVEN_UP:.1%} longer; with requests --scale 1,2,4 --objective "
+                    "worst plans for them"
+                )
+                planned = planned.with_plan(notes=(*planned.plan.notes, note))
+        plan = planned.plan
+        if config.compilation.key_rules != "vllm_v2" or not plan.capture_sizes:
+            return planned
+        built = build_plan(with_sizes(config, plan.capture_sizes))
+        found: dict[str, Any] = {
+            "draft_prefill_keys": built.draft_prefill_keys,
+            "draft_decode_keys": built.draft_decode_keys,
+        }
+        if set(built.keys) != set(plan.keys) and self.one_list:
+            costs = self.costs
+            found |= {"keys": built.keys, "predicted": costs and costs.of(built.keys)}
+        return planned.with_plan(**found)
 
     def _others(self, config: Config) -> list[Traffic]:
         """Of a robust plan for one load: 2 and 4 times the load, and the p99 of decode of each."""
@@ -322,26 +336,6 @@ class Planner:
             tails = [load.decode_p99() for load in loads]
             self._higher = [*loads[1:], *filter(None, tails)]
         return self._higher
-
-    def _captured(
-        self,
-        config: Config,
-        of_first: bool,
-    ) -> Case:
-        """With the graphs that vLLM's model runner V2 captures for the sizes of the plan."""
-        case = self._chosen(config, of_first)
-        plan = case.plan
-        if config.compilation.key_rules != "vllm_v2" or not plan.capture_sizes:
-            return case
-        built = build_plan(with_sizes(config, plan.capture_sizes))
-        found: dict[str, Any] = {
-            "draft_prefill_keys": built.draft_prefill_keys,
-            "draft_decode_keys": built.draft_decode_keys,
-        }
-        if set(built.keys) != set(plan.keys) and self.one_list:
-            costs = self.costs
-            found |= {"keys": built.keys, "predicted": costs and costs.of(built.keys)}
-        return case.with_plan(**found)
 
     def steps(
         self,
@@ -384,30 +378,30 @@ class Planner:
 
     # --- the mode ---------------------------------------------------------------------------------
 
-    def _weighed(self, config: Config) -> list[tuple[Config, Case]]:
+    def _weighed(self, config: Config) -> list[tuple[Config, PlannedGraphs]]:
         """The best plan of each mode that may be chosen, the mode with the shortest steps first."""
-        asked = self._case(config, of_first=self.any_mode)
+        asked = self._planned(config, of_first=self.any_mode)
         found = [(config, asked)]
         for mode in self._modes if self.any_mode else ():
             other = config.with_values("compilation", cudagraph_mode=mode)
             try:
                 if mode is asked.plan.mode or build_plan(other).mode is not mode:
                     continue
-                found.append((other, self._case(other, of_first=True)))
+                found.append((other, self._planned(other, of_first=True)))
             except (BudgetError, ModeError, PlanError, StepTimeError):
                 continue  # it cannot be planned
-        longest = min(case.run.expected_us for _, case in found) * (1 + ALIKE)
+        longest = min(planned.run.expected_us for _, planned in found) * (1 + ALIKE)
 
-        def place(pair: tuple[Config, Case]) -> tuple[bool, int]:
+        def place(pair: tuple[Config, PlannedGraphs]) -> tuple[bool, int]:
             return pair[1].run.expected_us > longest, pair[1].plan.num_graphs
 
         return sorted(found, key=place)
 
     def _mode_notes(
         self,
-        cases: Mapping[CUDAGraphMode, Case],
-        asked: Case,
-        best: Case,
+        by_mode: Mapping[CUDAGraphMode, PlannedGraphs],
+        asked: PlannedGraphs,
+        best: PlannedGraphs,
     ) -> Iterator[str]:
         if self._is_large:
             yield f"modes were weighed for the first {LARGE:,} requests"
@@ -418,13 +412,13 @@ class Planner:
                 f"{best.plan.graph_words} instead of {asked.plan.graph_words}, "
                 f"steps {step / asked.run.expected_us - 1:+.2%}; --mode keep forbids it"
             )
-        if self.times.full_of_decode and CUDAGraphMode.FULL not in cases:
+        if self.times.full_of_decode and CUDAGraphMode.FULL not in by_mode:
             yield f"mode FULL was not weighed: {FULL_OF_DECODE}"
-        for case in cases.values():
-            if case is not best:
-                own = case.run.expected_us
+        for planned in by_mode.values():
+            if planned is not best:
+                own = planned.run.expected_us
                 took = f"{format_microseconds(own)} a step ({own / step - 1:+.2%})"
-                yield f"mode {case.plan.mode}: {case.plan.graph_words}, {took}"
+                yield f"mode {planned.plan.mode}: {planned.plan.graph_words}, {took}"
 
     # --- what requests get ------------------------------------------------------------------------
 
@@ -462,17 +456,17 @@ class Planner:
     def _within_slo(
         self,
         config: Config,
-        case: Case,
-    ) -> tuple[Case, Miss]:
+        planned: PlannedGraphs,
+    ) -> tuple[PlannedGraphs, Miss]:
         """The fewest graphs of those tried, by halving, that hold the SLO; else the plan as it is,
         or one that comes notably nearer.
         """
-        first = self._worst_miss(config, case.plan)
-        found = [(case, first)]
+        first = self._worst_miss(config, planned.plan)
+        found = [(planned, first)]
 
         def holds_with(graphs: int) -> bool:
             try:
-                made = self._case(config.with_values("budget", max_graphs=graphs))
+                made = self._planned(config.with_values("budget", max_graphs=graphs))
             except BudgetError:
                 return False
             miss = self._worst_miss(config, made.plan)
@@ -484,9 +478,9 @@ class Planner:
             other, nearest = min(found, key=lambda pair: pair[1].share)
             if 1 + nearest.share < (1 + first.share) * (1 - NOTABLE):
                 return other, nearest
-            return case, first
+            return planned, first
         low = 0
-        high = case.plan.num_graphs if first.holds else most
+        high = planned.plan.num_graphs if first.holds else most
         while high - low > 1:
             middle = (low + high) // 2
             if holds_with(middle):
@@ -495,27 +489,27 @@ class Planner:
                 low = middle
         held = [pair for pair in found if pair[1].holds]
         fewest, miss = min(held, key=lambda pair: pair[0].plan.num_graphs)
-        if fewest is case:
-            return case, miss
+        if fewest is planned:
+            return planned, miss
         fewest = replace(fewest, for_slo=True)
-        return fewest.with_plan(budget=case.plan.budget), miss
+        return fewest.with_plan(budget=planned.plan.budget), miss
 
     def _with_evidence(
         self,
         config: Config,
-        case: Case,
+        planned: PlannedGraphs,
         notes: list[str],
         miss: Miss | None,
     ) -> Plan:
         """The plan with what requests get, and why it is as it is."""
-        plan = case.plan
+        plan = planned.plan
         if miss is not None and len(self._requests) > 1:
             notes.append(f"of {len(self._requests)} loads {miss.requests.source}: {miss.text}")
         notes += self._as_kv_cache(config, plan)
         notes += self._other_bounds(config, self._shown(miss))
         if plan.draft_keys:
             notes.append("max_graphs counts the draft model's graphs, costs and step times do not")
-        proposal = case.proposal(
+        proposal = planned.proposal(
             service=tuple(self._points(config, plan, miss)),
             slo=tuple(self.slo),
             objective=self.objective,

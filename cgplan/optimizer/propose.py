@@ -115,7 +115,7 @@ class Proposal(Record):
     evidence: Evidence
 
 
-def best_case(inputs: PlanInputs) -> Case:
+def plan_graphs(inputs: PlanInputs) -> PlannedGraphs:
     """The plan with the shortest expected step for this traffic inside ``config.budget``.
 
     ``max_graphs`` is the number of graphs, less those that together bring under 0.01%. Without it
@@ -172,12 +172,12 @@ def best_case(inputs: PlanInputs) -> Case:
         keys=keys,
         predicted=inputs.costs and inputs.costs.of(keys),
     )
-    return Case(plan, inputs, best, run, best_alone)
+    return PlannedGraphs(plan, inputs, best, run, best_alone)
 
 
 def propose(*given: Any, **options: Any) -> Proposal:
-    """What ``best_case`` chooses for a ``PlanInputs`` of these, with the evidence for it."""
-    return best_case(PlanInputs(*given, **options)).proposal()
+    """What ``plan_graphs`` chooses for a ``PlanInputs`` of these, with the evidence for it."""
+    return plan_graphs(PlanInputs(*given, **options)).proposal()
 
 
 @dataclass(frozen=True)
@@ -534,7 +534,7 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Case:
+class PlannedGraphs:
     """A plan, and all that it was made from.
 
     Attributes:
@@ -550,7 +550,7 @@ class Case:
     best_alone: Sequence[float]
     for_slo: bool = False
 
-    def with_plan(self, **changed: Any) -> Case:
+    def with_plan(self, **changed: Any) -> PlannedGraphs:
         return replace(self, plan=self.plan.changed(**changed))
 
     def proposal(self, **decided: Any) -> Proposal:

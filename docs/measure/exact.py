@@ -20,7 +20,7 @@ from cgplan.errors import BudgetError, CgplanError
 from cgplan.modes import CUDAGraphMode
 from cgplan.optimizer.boxes import propose_boxes
 from cgplan.optimizer.cover import Purse, best_columns
-from cgplan.optimizer.propose import PlanInputs, best_case
+from cgplan.optimizer.propose import PlanInputs, plan_graphs
 from cgplan.planning import CudagraphDispatcher, build_plan
 from cgplan.planning.costs import GraphCosts
 from cgplan.traffic.histogram import SizeCounts, StepShape, Traffic
@@ -204,7 +204,7 @@ def lists(cases, seed):
                 if not has_decode or all(size % query == 0 or size > decode for size in sizes):
                     best = min(best, step)
         try:
-            found = best_case(PlanInputs(config, traffic, times, one_list=True))
+            found = plan_graphs(PlanInputs(config, traffic, times, one_list=True))
         except BudgetError:
             continue
         tried += 1
