@@ -483,7 +483,7 @@ class Curve:
         enough = np.flatnonzero(self.found.value <= total * (1 + 1e-9))
         return int(enough[0]) if enough.size else None
 
-    @property
+    @cached_property
     def enough(self) -> int:
         """The fewest graphs that bring 95% of what graphs can, and are as good as the ladders."""
         inputs = self.inputs
