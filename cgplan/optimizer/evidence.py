@@ -217,7 +217,7 @@ class Evidence(Record):
         objective, kv_tokens, replicas: As ``Planner`` had them.
         slo_missed: How the plan misses an SLO that none holds, in words.
         binding: The limits that the next better plan breaks.
-        next_graph: None if the curve ends there.
+        next_graph: None if the curve ends there, or memory or time binds.
         pareto: From one graph to where more bring nothing.
         padding: Share of all tokens that run which are padding, from 0 to 1; eager steps included.
         left_out: Sizes of the configured list or ladder that the plan does not have.

@@ -592,6 +592,7 @@ class PlannedGraphs:
                 "Give --costs FILE (a capture report), --costs estimate or --costs measure; "
                 "without it they bound the capture alone, which drops what does not fit"
             )
+        binding = self._binding()
         price = curve.price(plan.keys)
         compared = ASKED_FOR, inputs.asked
         asked = next((point for point in ladders if point.name in compared), None)
@@ -616,8 +617,8 @@ class PlannedGraphs:
             lower_bound_us=lower_us,
             gap=lost / max(problem.saved, EXACT),
             exact=self._exact,
-            binding=self._binding(),
-            next_graph=self._next_graph(),
+            binding=binding,
+            next_graph=self._next_graph(binding),
             lanes=tuple(
                 LaneSizes(**lane._asdict(), sizes=sizes) for lane, sizes in plan.lanes().items()
             ),
@@ -802,11 +803,12 @@ class PlannedGraphs:
             chosen = curve.found.chosen(graphs)
         return self._broken(curve.keys_of(chosen))
 
-    def _next_graph(self) -> NextGraph | None:
+    def _next_graph(self, binding: Sequence[PlanLimit]) -> NextGraph | None:
         graphs = len(self.plan.keys) + 1
         curve = self.inputs.curve
         problem = curve.problem
-        if graphs > curve.graphs:
+        is_paid = not {"memory", "capture_time"} & {*binding}
+        if graphs > curve.graphs or not is_paid:
             return None
         gain = max(self.best.total - float(curve.found.value[graphs]), 0.0)
         share = gain / max(problem.changeable, EXACT)

@@ -353,6 +353,7 @@ def test_memory_binds() -> None:
     assert evidence.bytes == (100 + sizes[-1] + 2 * len(sizes)) * MIB == 170 * MIB
     assert sizes[-1] < 64, "six batches that run eagerly pay for three graphs below"
     assert evidence.binding == ("memory",)
+    assert evidence.next_graph is None, "it is not the number that binds"
     assert "within the budget (max_graphs 60, memory 170 MiB)" in evidence.rule
     assert evidence.exact
     small = evidence_of(config_of(budget={"memory": "130MiB"}), costs=COSTS)
