@@ -47,6 +47,7 @@ _BY_TEXT = slice, range, complex  # of equal ones only the text differs, as with
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 Form = tuple[Any, ...]
+ONE_TENSOR: Form = (Tensor,)
 Shapes = tuple[torch.Size, ...]
 
 
@@ -491,7 +492,7 @@ class ByName(nn.Module):
         form, leaves = taken_apart(wrapped(*args, **kwargs))
         self.outputs[shapes_of(values)] = form, shapes_of(leaves)
         self.differs |= self.returns not in (None, form)
-        if form == (Tensor,):
+        if form == ONE_TENSOR:
             return leaves[0]
         return tuple(leaves)
 

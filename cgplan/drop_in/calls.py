@@ -21,6 +21,7 @@ from cgplan.backends.host_sync import storage_id
 from cgplan.captures.model_graphs import RealRows
 from cgplan.config import BudgetConfig, validate_config
 from cgplan.drop_in.call_form import (
+    ONE_TENSOR,
     Args,
     Call,
     Kwargs,
@@ -128,7 +129,7 @@ class Calls:
                 if kind.objects is None or kind.objects_hold():
                     break
             else:
-                return self._run_unknown(key, self._own_call(args, kwargs, form, tensors))
+                return self._learn_or_capture(key, self._own_call(args, kwargs, form, tensors))
             if kind.eager_reason:
                 return self._run_model(kind.eager_reason, args, kwargs)
             learner = self.learner
@@ -139,7 +140,7 @@ class Calls:
             if not holds:
                 call = self._own_call(args, kwargs, form, tensors)
                 if kind.runner is None or learner.free_if_changed():
-                    return self._run_unknown(key, call)
+                    return self._learn_or_capture(key, call)
             if self._is_shared(kind, tensors):
                 return self._run_model(_SHARED, args, kwargs)
             return self._replay(kind, tensors, args, kwargs)
@@ -209,7 +210,7 @@ class Calls:
         written = kind.written
         return bool(written) and not written.isdisjoint(map(storage_id, tensors))
 
-    def _run_unknown(
+    def _learn_or_capture(
         self,
         key: Any,
         call: Call,
@@ -296,7 +297,7 @@ class Calls:
                 kind.return_as_seen(tensors)
         if wants_grad:
             output = with_gradients(output, kind.requires_grad, again, self._name)
-        if kind.returns_tensor:
+        if kind.returns == ONE_TENSOR:
             return output
         form = iter(kind.returns or ())
         leaves = output if isinstance(output, tuple) else (output,)

@@ -145,16 +145,15 @@ class Inference:
     signature: inspect.Signature
     settings: Settings
 
-    def kind(
+    def new_kind(
         self,
         call: Call,
+        state: Any,
         device: torch.device,
         *,
         is_exact: bool,
     ) -> Kind:
-        """The kind of a call. Raises InputError for sizes that contradict the settings, and
-        ConfigError.
-        """
+        """Raises InputError for sizes that contradict the settings, and ConfigError."""
         forward = ByName(
             self.model,
             len(call.args),
@@ -174,7 +173,8 @@ class Inference:
                 dtype=tensor.dtype,
                 pad=pads.get(name, 0),
             )
-        kind = Kind(forward, specs, device, note)
+        kind = Kind(forward, specs, call.form, state, device)
+        kind.notes.append(note)
         if len(kind.names) == 1:
             for name, spec in specs.items():
                 # copies of a real row are always valid
@@ -187,6 +187,10 @@ class Inference:
         for path, value in islice(constants, _MOST_NOTES):
             if value is not None:
                 kind.notes.append(f"{path} = {value!r:.40}")
+        tail = call.tail
+        kind.notes.append("grad mode" if tail.is_grad else "no_grad")
+        if tail.autocast:
+            kind.notes.append(f"autocast {tail.autocast}")
         kind.is_exact = note == _NOTHING_VARIES
         for name, size in kind.sizes_of(call.tensors).items():
             if kind.is_exact:
@@ -197,10 +201,10 @@ class Inference:
                     sizes=(size,),
                 )
             else:
-                kind.dims[name] = self.dim(kind, name, size)
+                kind.dims[name] = self.dimension_of(kind, name, size)
         return kind
 
-    def dim(
+    def dimension_of(
         self,
         kind: Kind,
         name: str,

@@ -3,14 +3,17 @@
 Note [The life of a kind]
     Its first calls run the model's own code, watched from the second one on:
 
+    stage          next      after
     NEW            SEEN      a call
-    SEEN, CHANGED  READY     one that changed nothing of Python: the next one captures
-    SEEN           CHANGED   one that changed the model, perhaps for good
-    CHANGED        CHANGED   one that only added something for a new size, such as a table
-    READY          DIFFERED  a graph that differed from the model's own code
-    any            EAGER     another such call or graph, or what else no graph serves
+    SEEN, CHANGED  READY     a call that changed nothing of Python: the next one captures
+    SEEN           CHANGED   a call that changed the model, perhaps once
+    CHANGED        CHANGED   a call that only added something for a new size, such as a table
+    CHANGED        EAGER     a call that changed the model again
+    READY          DIFFERED  a graph whose output differed from eager
+    DIFFERED       EAGER     another one
+    any            EAGER     what else no graph serves
 
-    A change of the model starts it again.
+    A change of the model between calls frees its graphs: ``Kind.start_again``.
 """
 
 from __future__ import annotations
@@ -52,8 +55,6 @@ OwnedKey = tuple[int, Key]  # id of the kind that has the graph, key
 
 
 class Stage(Enum):
-    """See Note [The life of a kind]."""
-
     NEW = auto()
     SEEN = auto()
     CHANGED = auto()
@@ -83,33 +84,32 @@ class Kind:
         self,
         forward: ByName,
         specs: dict[str, Input],
+        form: Form,
+        state: Any,
         device: torch.device,
-        note: str,
     ) -> None:
         names = dict[str, None]()
         for spec in specs.values():
             for extent in spec.extents:
                 if extent.symbol:
                     names[extent.symbol] = None
-        self.form: Form = ()
+        self.form = form
+        self.state = state
         self.forward = forward
         self.specs = specs
         self.names = tuple(names)
         self._reader = BatchReader(specs, self.names, device)
         self.dims: dict[str, Dim] = {}
         self.grows = set[str]()
-        self.notes = [note]
+        self.notes = list[str]()
         self.is_exact = False
         self.stage = Stage.NEW
         self.eager_reason = ""
         self.runner: GraphRunner | None = None
         self.returns: Form | None = None
-        self.returns_tensor = False
         self.shapes: tuple[Shape, ...] = ()
         self.requires_grad: tuple[bool, ...] = ()
         self.objects: ChangeDetector | None = None
-        self.state: Any = ()
-        self.autocast: Any = False
         self.batch: Mapping[str, Tensor] = {}
         self.written = frozenset[int]()
         self.waiting: dict[Key, tuple[int, dict[OwnedKey, int]]] = {}
@@ -148,7 +148,6 @@ class Kind:
             self.run_eagerly(reason)
 
     def note_difference(self, reason: str) -> None:
-        """Of a graph from the model's own code."""
         if self.stage is Stage.DIFFERED:
             self.run_eagerly(reason)
         else:
@@ -249,8 +248,7 @@ class Kind:
                     f"the model returns a {part.__name__}, a kind of tensor that graphs know "
                     "nothing of"
                 )
-        self._return(form)
-        self.forward.returns = form
+        self.returns = self.forward.returns = form
         self.forward.differs = False
         point = _Point(sizes, shapes)
         if point not in self._points:
@@ -282,14 +280,7 @@ class Kind:
         """Return outputs as the model did for such tensors."""
         seen = self.forward.outputs.get(shapes_of(tensors))
         if seen is not None:
-            self._return(seen[0])
-
-    def _return(
-        self,
-        form: Form,
-    ) -> None:
-        self.returns = form
-        self.returns_tensor = form == (Tensor,)
+            self.returns = seen[0]
 
     def _extent(
         self,

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +23,7 @@ from cgplan.drop_in.call_form import (
     shapes_of,
     taken_apart,
 )
-from cgplan.drop_in.inference import Inference, Settings
+from cgplan.drop_in.inference import Inference
 from cgplan.drop_in.kinds import Family, Kind, Sizes, Stage, without_constants
 from cgplan.errors import InputError, OutputShapeError
 from cgplan.graphs.change_detector import ChangeDetector
@@ -39,19 +38,13 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, repr=False)
-class Learner:
+class Learner(Inference):
     """Watches runs of the model's own code, and decides what graphs may serve."""
 
-    __graph_memory__ = True
-
-    model: Callable[..., Any]
-    signature: inspect.Signature
-    settings: Settings
     name: str
     backend: GraphBackend = field(init=False)
 
     def __post_init__(self) -> None:
-        self._inference = Inference(self.model, self.signature, self.settings)
         self.changed = Counter[str]()  # by path
         self.notices: dict[str, str] = {}
         self._begin()
@@ -187,20 +180,13 @@ class Learner:
     ) -> Kind:
         is_exact = call.form in self._exact
         try:
-            kind = self._inference.kind(call, self.backend.device, is_exact=is_exact)
+            kind = self.new_kind(call, state, self.backend.device, is_exact=is_exact)
         except InputError as error:
             if self.settings.strict or is_exact:
                 raise
             self.tell_once(f"{error.message}; {_EXACT}")
             self._exact.add(call.form)
             return self._add_kind(call, state)
-        kind.form = call.form
-        kind.state = state
-        tail = call.tail
-        kind.notes.append("grad mode" if tail.is_grad else "no_grad")
-        if tail.autocast:
-            kind.notes.append(f"autocast {tail.autocast}")
-        kind.autocast = tail.autocast
         self._kinds[call.form].append(kind)
         return kind
 
@@ -310,7 +296,7 @@ class Learner:
     ) -> None:
         """To a batch that its dimensions do not hold."""
         for name in kind.outgrown(sizes):
-            kind.dims[name] = self._inference.dim(kind, name, sizes[name])
+            kind.dims[name] = self.dimension_of(kind, name, sizes[name])
 
     def give_up(
         self,
@@ -342,9 +328,10 @@ class Learner:
                 failed.append(error)
 
         stays = False
+        uncounted = Family()
         try:
             while True:
-                kind, sizes = self.kind_of(Family(), call)
+                kind, sizes = self.kind_of(uncounted, call)
                 if failed or not kind.is_learning:
                     break
                 look(first_calls, kept)

@@ -109,7 +109,8 @@ def config_text(
     kwargs: Mapping[str, Any] | None,
 ) -> str:
     """See ``Graphed.config_text``."""
-    if kind.autocast:
+    tail = kind.form[-1]
+    if tail.autocast:
         raise ConfigError(
             "calls were made under torch.autocast, which a file cannot hold",
             remedy="Enter torch.autocast in the model's forward, and call it outside.",
