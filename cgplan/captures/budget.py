@@ -10,7 +10,6 @@ from contextlib import contextmanager
 
 from cgplan.backends import MemoryReading
 from cgplan.captures.model_graphs import ModelGraphs
-from cgplan.captures.rank_sync import RankSync
 from cgplan.config import BudgetConfig, Config
 from cgplan.errors import CaptureMemoryError
 from cgplan.modes import CUDAGraphMode, Key
@@ -74,7 +73,6 @@ class BudgetGuard:
         graphs: ModelGraphs,
         records: Mapping[Key, GraphRecord],
         before: MemoryReading,
-        ranks: RankSync,
     ) -> None:
         self.budget = graphs.config.budget
         self._limits = self.budget.model_dump(exclude={"compile_time"})
@@ -83,7 +81,6 @@ class BudgetGuard:
         self.stops: list[StopRecord] = []
         self._graphs = graphs
         self._records = records
-        self._ranks = ranks
         self._reserved = before.reserved
         self._outside: int | None = None
         self._start = 0.0
@@ -136,7 +133,7 @@ class BudgetGuard:
     # --- keys -------------------------------------------------------------------------------------
 
     def allows(self, key: Key) -> bool:
-        return not self._ranks.any_refuses(self.active and self._refuses(key))
+        return not self._graphs.ranks.any_refuses(self.active and self._refuses(key))
 
     def keeps(
         self,
@@ -146,7 +143,7 @@ class BudgetGuard:
         """Without predictions, the first key goes if the driver's memory for the ``remaining`` ones
         would pass a limit.
         """
-        return not self._ranks.any_refuses(self.active and self._overshoots(key, remaining))
+        return not self._graphs.ranks.any_refuses(self.active and self._overshoots(key, remaining))
 
     def ran_out(
         self,
@@ -157,7 +154,7 @@ class BudgetGuard:
         if isinstance(error, CaptureMemoryError):
             free = format_bytes(self._graphs.backend.memory().free)
             self._stop("device memory", key, f"it ran out, with {free} free on the device")
-        self._ranks.any_refuses(True, because=error)
+        self._graphs.ranks.any_refuses(True, because=error)
 
     def record(
         self,

@@ -14,7 +14,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
@@ -26,7 +25,6 @@ from cgplan.captures.capturer import Capturer, Next, driver_bytes
 from cgplan.captures.environment import describe_environment
 from cgplan.captures.failures import drop_locals
 from cgplan.captures.model_graphs import ModelGraphs
-from cgplan.captures.rank_sync import SINGLE_RANK, RankSync
 from cgplan.errors import (
     AuditError,
     BudgetError,
@@ -58,21 +56,6 @@ class CaptureProgress:
 Progress = Callable[[CaptureProgress], None]
 
 
-class _Policy(NamedTuple):
-    """``expected``: Errors that cost a key its graph; others are raised."""
-
-    expected: tuple[type[CgplanError], ...]
-    in_service: bool = False
-
-
-_START_UP = _Policy(())
-_WITHIN_BUDGET = _Policy((CaptureMemoryError, RankFailedError))
-_IN_SERVICE = _Policy(
-    (CaptureError, ModelError, ConfigError),
-    in_service=True,
-)
-
-
 @dataclass(eq=False, repr=False)
 class CapturedKeys:
     """The keys of a model that have graphs, and those that could not be captured.
@@ -92,7 +75,6 @@ class CapturedKeys:
     wanted: Plan
     before: MemoryReading
     prove: Callable[[ModelGraphs, Plan], None]
-    ranks: RankSync = SINGLE_RANK
     progress: Progress | None = None
 
     def __post_init__(self) -> None:
@@ -105,13 +87,18 @@ class CapturedKeys:
             graphs,
             self._records,
             self.before,
-            self.ranks,
         )
         self._capturer = Capturer(graphs)
         self._environment = describe_environment(graphs.backend, self.asked.config_hash)
         in_plan = set(self.wanted.keys)
         self._left_out = [key for key in self.asked.keys if key not in in_plan]
-        self._policy = _WITHIN_BUDGET if self.guard.active else _START_UP
+        self._in_service = False
+        self._costs_its_graph: tuple[type[CgplanError], ...] = ()  # others are raised
+        if self.guard.active:
+            self._costs_its_graph = (
+                CaptureMemoryError,
+                RankFailedError,
+            )
         self._loaded_bytes: int | None = None  # of kernels
         self._workspace_bytes: int | None = None  # None: nothing was captured
         self._seconds = 0.0
@@ -148,8 +135,9 @@ class CapturedKeys:
             with graphs.first_captures(), self.guard.timed():
                 self.capture_all(keys)
                 self._capturer.refuse_uncomputed()
-        self._policy = _IN_SERVICE
-        self.ranks.end()
+        self._in_service = True
+        self._costs_its_graph = (CaptureError, ModelError, ConfigError)
+        graphs.ranks.end()
         self._seconds = time.perf_counter() - began
         if keys and not self._records and not graphs.on_demand:
             graphs.allocate_buffers(())
@@ -161,7 +149,7 @@ class CapturedKeys:
         graphs.seal()
         self._audit_if_asked()
         self._note_captured()
-        self.report = self.ranks.completed(self.report)
+        self.report = graphs.ranks.completed(self.report)
 
     def capture(
         self,
@@ -217,16 +205,15 @@ class CapturedKeys:
 
     def capture_all(self, keys: Sequence[Key]) -> None:
         """See Note [Giving a key up]."""
-        policy = self._policy
+        in_service = self._in_service
         pools = self.graphs.pools
-        pool_bytes = pools.nbytes
         waiting = list(keys)
         served = set[Key]()  # had graphs: the guard is not asked again
         done = 0
         while waiting:
             key = waiting.pop(0)
             if key not in served and not self.guard.allows(key):
-                if not policy.in_service:
+                if not in_service:
                     break
                 self._remember_refusal(key)
                 continue
@@ -234,26 +221,24 @@ class CapturedKeys:
                 total = done + 1 + len(waiting)
                 self.progress(CaptureProgress(done, total, *key))
             done += 1
-            found = self._capture_one(key, 0 if policy.in_service else len(waiting))
+            pool_bytes = pools.nbytes if in_service else 0
+            found = self._capture_one(key, 0 if in_service else len(waiting))
             if isinstance(found, GraphRecord):
                 self.history.append(found)
-                pool_bytes += found.pool_growth
                 continue
             captured = capture_order(self._records)
             if found is Next.START_AGAIN:
-                assert not policy.in_service, "captures in service have warm-ups"
+                assert not in_service, "captures in service have warm-ups"
                 waiting = [*captured, key, *waiting]
-            elif policy.in_service:
+            elif in_service:
                 if not captured or not pools.is_private or pools.nbytes <= pool_bytes:
-                    pool_bytes = pools.nbytes
                     continue
                 served.update(captured)
                 waiting = [*captured, *waiting]
             elif captured:
                 waiting = list(captured)
             self._free_all()
-            self.ranks.dropped()
-            pool_bytes = pools.nbytes
+            self.graphs.ranks.dropped()
             done = 0
         if self.graphs.real_rows is not None:
             self.graphs.buffers.fill_padding()
@@ -263,10 +248,10 @@ class CapturedKeys:
         key: Key,
         remaining: int,
     ) -> GraphRecord | Next:
-        policy = self._policy
+        in_service = self._in_service
         try:
             with span(f"{key[0]} {key[1]}", num_tokens=key[1].num_tokens) as shown:
-                found = self._capturer.capture(key, keeps_others=policy.in_service)
+                found = self._capturer.capture(key, keeps_others=in_service)
                 if isinstance(found, Next):
                     return found
                 for name in ("pool_growth", "driver_bytes", "nodes", "graphs"):
@@ -274,16 +259,16 @@ class CapturedKeys:
             self._records[key] = found
             if self.guard.keeps(key, remaining):
                 return found
-            if policy.in_service:
+            if in_service:
                 self._remember_refusal(key)
-        except policy.expected as error:
+        except self._costs_its_graph as error:
             drop_locals(error)
-            if policy.in_service:
+            if in_service:
                 self._remember(key, type(error).__name__, error.message)
             else:
                 self.guard.ran_out(key, error)
         except BaseException:
-            if policy.in_service:
+            if in_service:
                 self._give_up(key)
             raise
         self._give_up(key)

@@ -180,7 +180,8 @@ class Capturer:
             is_first = mode not in rehearsal.judged
             attempt.warm_ups = self._warm_ups_of(rehearsal, key)
             with random_state_kept(backend.device, graphs.generators):
-                self._warm_up(rehearsal, key, attempt.warm_ups)
+                if attempt.warm_ups:
+                    self._warm_up(rehearsal, key, attempt.warm_ups)
                 before = _Readings(_Clock.now(), backend.memory(), graphs.pools.memory())
                 attempt.before = before
                 self.inspection_seconds += time.perf_counter() - before.clock.at
@@ -274,12 +275,35 @@ class Capturer:
         return int(asked == "auto" and Lane.of(*key) not in self._lanes)
 
     def _warm_up(self, rehearsal: Rehearsal, key: Key, runs: int) -> None:
-        if not runs:
+        graphs = self._graphs
+        self._run(rehearsal, key, runs)
+        lane = Lane.of(*key)
+        self._lanes.add(lane)
+        if lane in self._run_ahead or self._all_need_warm_up:
             return
+        smallest = key
+        for other in graphs.plan.keys:
+            if Lane.of(*other) == lane:
+                smallest = other  # the last
+        if smallest == key or self._warm_ups_of(rehearsal, smallest):
+            return
+        self._run_ahead.add(lane)
+        held = graphs.backend.memory().held
+        try:
+            rehearsal.set_context(smallest)
+            self._run(rehearsal, smallest, 1)
+            has_left = bool(rehearsal.left) or graphs.backend.memory().held != held
+        except Exception as error:  # its own capture raises it again
+            drop_locals(error)
+            has_left = True
+        self._all_need_warm_up |= has_left
+        rehearsal.set_context(key)
+
+    def _run(self, rehearsal: Rehearsal, key: Key, times: int) -> None:
         graphs = self._graphs
         outside = graphs.facts.outside
         compiled = _Clock.now().compile_seconds
-        for _ in range(runs):
+        for _ in range(times):
             log: Any = nullcontext()
             if outside:  # the look has seen one size
                 tensors = [*rehearsal.put_back.before.tensors, *graphs.views(key[1]).values()]
@@ -291,30 +315,6 @@ class Capturer:
         graphs.backend.synchronize()
         is_quiet = _Clock.now().compile_seconds == compiled
         self._quiet_keys = self._quiet_keys + 1 if is_quiet else 0
-        lane = Lane.of(*key)
-        self._lanes.add(lane)
-        if lane not in self._run_ahead and not self._all_need_warm_up:
-            self._run_smallest(rehearsal, key, lane)
-
-    def _run_smallest(self, rehearsal: Rehearsal, key: Key, lane: Lane) -> None:
-        graphs = self._graphs
-        smallest = key
-        for other in graphs.plan.keys:
-            if Lane.of(*other) == lane:
-                smallest = other  # the last
-        if smallest == key or self._warm_ups_of(rehearsal, smallest):
-            return
-        self._run_ahead.add(lane)
-        held = graphs.backend.memory().held
-        try:
-            rehearsal.set_context(smallest)
-            self._warm_up(rehearsal, smallest, 1)
-            has_left = bool(rehearsal.left) or graphs.backend.memory().held != held
-        except Exception as error:  # its own capture raises it again
-            drop_locals(error)
-            has_left = True
-        self._all_need_warm_up |= has_left
-        rehearsal.set_context(key)
 
     # --- what was captured ------------------------------------------------------------------------
 

@@ -86,7 +86,7 @@ class CaptureSession:
         keys = () if on_demand else self.plan.keys
         use = PoolUse() if self.pool is None else self.pool.use
         with use.held(self.name):
-            captured = self._capture_plan(self.plan, keys, on_demand)
+            captured = self._capture_plan(self.plan, keys, on_demand, self.began)
             return GraphRunner(captured, self._capture_plan, use, self.name)
 
     def _refuse_misfits(self) -> None:
@@ -124,6 +124,7 @@ class CaptureSession:
         asked: Plan,
         keys: Collection[Key],
         on_demand: bool,
+        began: float | None = None,
     ) -> CapturedKeys:
         """``keys``: those to capture now; others ``on_demand``, or not at all."""
         backend = self.backend
@@ -132,8 +133,7 @@ class CaptureSession:
         graphs: ModelGraphs | None = None
         try:
             backend.release_cached()
-            began = self.began or time.perf_counter()
-            self.began = None
+            began = began or time.perf_counter()
             before = backend.memory()
             free = ranks.begin(asked, before.free)
             wanted = asked
@@ -158,7 +158,6 @@ class CaptureSession:
                 wanted,
                 before,
                 self._prove,
-                ranks,
                 self.progress,
             )
             first = set(keys)
