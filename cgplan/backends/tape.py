@@ -84,8 +84,11 @@ class TapeBackend(GraphBackend):
         return pool
 
     def pool_memory(self, *pools: TapePool) -> PoolMemory:
-        nbytes = sum(pool.nbytes for pool in pools)
-        held = sum(pool.held for pool in pools)
+        nbytes = 0
+        held = 0
+        for pool in pools:
+            nbytes += pool.nbytes
+            held += pool.held
         return PoolMemory(nbytes, held)
 
     def new_graph(self, pool: TapePool) -> TapeGraph:

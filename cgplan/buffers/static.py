@@ -70,8 +70,8 @@ class StaticBuffer:
         extents = spec.extents
         shape = [extent.size(num_tokens, num_reqs) for extent in extents]
         self.spec = spec
-        self.row_dim = spec.row_dim
-        self.rows: Extent | None = None if spec.row_dim is None else extents[spec.row_dim]
+        self.row_dim = row_dim = spec.row_dim
+        self.rows: Extent | None = None if row_dim is None else extents[row_dim]
         self.marks = marks
         self.written = False
         self._views: dict[int, Tensor] = {}

@@ -142,8 +142,7 @@ class CapturedKeys:
         if keys and not self._records and not graphs.on_demand:
             graphs.allocate_buffers(())
         self._note_workspace()
-        backend = graphs.backend
-        taken = driver_bytes(backend, self.before, backend.memory())
+        taken = driver_bytes(graphs.backend, self.before)
         if taken is not None:
             self._loaded_bytes = taken - self._driver_bytes()
         graphs.seal()

@@ -96,7 +96,8 @@ class _Attempt:
 
     key: Key
     keeps_others: bool
-    began: _Clock  # before earlier attempts
+    began: _Clock  # before its first attempt
+    needs_warm_up: bool = False
     warm_ups: int = 0
     before: _Readings | None = None
 
@@ -114,9 +115,12 @@ class _Attempt:
         return _Clock.now().compile_seconds > self.before.clock.compile_seconds
 
 
-def driver_bytes(backend: GraphBackend, before: MemoryReading, after: MemoryReading) -> int | None:
-    """Free memory lost in between, less what torch's allocator reserved."""
-    if not backend.counts_driver_bytes or after.free is None or before.free is None:
+def driver_bytes(backend: GraphBackend, before: MemoryReading) -> int | None:
+    """Free memory lost since then, less what torch's allocator reserved."""
+    if not backend.counts_driver_bytes:
+        return None
+    after = backend.memory()
+    if after.free is None or before.free is None:
         return None
     lost = before.free - after.free
     reserved = after.reserved - before.reserved
@@ -128,21 +132,19 @@ class Capturer:
 
     Attributes:
         inspection_seconds: Time that served the report.
-        started_again: Why, if captures did.
     """
 
     def __init__(self, graphs: ModelGraphs) -> None:
         compilation = graphs.config.compilation
         self.inspection_seconds = 0.0
         self.returns_nothing = False
-        self.started_again: str | None = None
+        self.started_again: str | None = None  # why
         self._graphs = graphs
         self._asked_warm_ups = compilation.cudagraph_num_of_warmups
         # where all graphs cannot be freed for a new start
         self._all_need_warm_up = (
             self._asked_warm_ups not in ("auto", 0) or not graphs.is_alone or graphs.pools.is_given
         )
-        self._need_warm_up = set[Key]()
         self._lanes = set[Lane]()  # that had a warm-up
         self._run_ahead = set[Lane]()  # by their smallest key
         self._quiet_keys = 0  # in a row
@@ -156,10 +158,12 @@ class Capturer:
         self._graphs.addresses.is_outdated = True
         self._all_need_warm_up |= keeps_others
         began = _Clock.now()
+        attempt = _Attempt(key, keeps_others, began)
         found: GraphRecord | Next = Next.TRY_AGAIN
         with self._graphs.rehearsing() as rehearsal:
             while found is Next.TRY_AGAIN:
-                found = self._try(rehearsal, _Attempt(key, keeps_others, began))
+                attempt.before = None
+                found = self._try(rehearsal, attempt)
                 rehearsal.put_back.restore(between_keys=True)
         return found
 
@@ -178,7 +182,7 @@ class Capturer:
         try:
             rehearsal.look(key)
             is_first = mode not in rehearsal.judged
-            attempt.warm_ups = self._warm_ups_of(rehearsal, key)
+            attempt.warm_ups = self._warm_ups_of(rehearsal, key) or int(attempt.needs_warm_up)
             with random_state_kept(backend.device, graphs.generators):
                 if attempt.warm_ups:
                     self._warm_up(rehearsal, key, attempt.warm_ups)
@@ -188,7 +192,7 @@ class Capturer:
                 answers = graphs.capture_answers(mode, capturing=True)
                 with rehearsal.judged_run(mode, captures=True), answers, log:
                     output = graphs.run_wrapped(key, graphs.views(descriptor))
-            if is_first:
+            if is_first:  # else the capture failed, as it read the value, too
                 rehearsal.refuse_value(mode)
         except Exception as error:
             return self._failed(rehearsal, attempt, error)
@@ -206,7 +210,7 @@ class Capturer:
                     graphs.run_wrapped(key, graphs.views(descriptor))
                 rehearsal.put_back.count_as_run(rehearsal.changes)
                 graphs.evict([key])
-                return self._again_with_warm_up(key, left and f"{attempt} leaves {left}")
+                return self._again_with_warm_up(attempt, left and f"{attempt} leaves {left}")
         record = self._record_of(attempt, before, after)
         self.inspection_seconds += time.perf_counter() - done
         return record
@@ -241,11 +245,11 @@ class Capturer:
         self._may_be_uncomputed |= is_held
         is_explained = looks_again or attempt.has_compiled
         is_lasting = is_held or not is_explained
-        return self._again_with_warm_up(attempt.key, failure.message if is_lasting else "")
+        return self._again_with_warm_up(attempt, failure.message if is_lasting else "")
 
-    def _again_with_warm_up(self, key: Key, because: str) -> Next:
+    def _again_with_warm_up(self, attempt: _Attempt, because: str) -> Next:
         """``because``: why all keys start again."""
-        self._need_warm_up.add(key)
+        attempt.needs_warm_up = True
         if not because:
             return Next.TRY_AGAIN
         self._all_need_warm_up = True
@@ -270,7 +274,7 @@ class Capturer:
         holds_compiled = rehearsal.put_back.before.is_compiled and self._quiet_keys < _QUIET_KEYS
         is_compiled = holds_compiled or graphs.route.splitter is not None
         is_changed = facts.changes_python or bool(facts.outside)
-        if self._all_need_warm_up or is_compiled or is_changed or key in self._need_warm_up:
+        if self._all_need_warm_up or is_compiled or is_changed:
             return 1 if asked == "auto" else max(asked, 1)
         return int(asked == "auto" and Lane.of(*key) not in self._lanes)
 
@@ -347,7 +351,7 @@ class Capturer:
         backend = self._graphs.backend
         facts = self._graphs.facts
         scope = self._graphs.scope
-        driver = driver_bytes(backend, before.memory, backend.memory())
+        driver = driver_bytes(backend, before.memory)
         began = attempt.began
         now = _Clock.now()
         counts = list[int | None]()

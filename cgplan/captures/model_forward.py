@@ -135,14 +135,6 @@ class ModelForward:
         self.addresses = AddressChecks(self.roots, backend.device, policy)
         self.ambient = AmbientState.now(backend.device.type)
 
-    def use_route(self, route: SplitRoute) -> None:
-        self.route = route
-        self.wrapper = CUDAGraphWrapper(
-            route.whole,
-            CUDAGraphMode.FULL,
-            backend=self.backend,
-        )
-
     # --- buffers ----------------------------------------------------------------------------------
 
     def allocate_buffers(self, keys: Sequence[Key]) -> None:

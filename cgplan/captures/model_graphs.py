@@ -21,7 +21,7 @@ from cgplan.graphs.fingerprint import Fingerprint
 from cgplan.graphs.footprint import look
 from cgplan.graphs.pools import GraphPool, RunnerPools
 from cgplan.graphs.put_back import PutBack, copy_limit
-from cgplan.graphs.wrapper import CUDAGraphEntry
+from cgplan.graphs.wrapper import CUDAGraphEntry, CUDAGraphWrapper
 from cgplan.modes import CUDAGraphMode, Key
 from cgplan.piecewise.breaks import any_breaks
 from cgplan.piecewise.routes import SplitRoute, choose_route
@@ -72,15 +72,17 @@ class ModelGraphs(ModelForward):
         """Make the model ready for runs; may run it on padding. Raises as
         piecewise.routes.choose_route.
         """
-        self.use_route(
-            given
-            or choose_route(
-                self.plan,
-                self.config,
-                self.model,
-                self.backend,
-                self._calls_breaks,
-            )
+        self.route = given or choose_route(
+            self.plan,
+            self.config,
+            self.model,
+            self.backend,
+            self._calls_breaks,
+        )
+        self.wrapper = CUDAGraphWrapper(
+            self.route.whole,
+            CUDAGraphMode.FULL,
+            backend=self.backend,
         )
 
     def _calls_breaks(self) -> bool:

@@ -344,12 +344,12 @@ class GraphWatch:
         graph: Any,
         twin: Any,
     ) -> None:
-        """Check which words of a graph are pointers by its twin, a second capture of its function.
+        """Compare a graph with ``twin``, a second capture of its function into another pool.
 
-        Each has a pool of its own. Later checks count pointers into the graph's pool as proven, and
-        words that only look so as disproven; they do not need the twin.
+        Later checks, which do not need the twin, count each pointer into the graph's pool as
+        proven, and each word that only looks like one as disproven.
 
-        Raises ConfigError for graphs of different nodes, of one pool or unknown to the watch,
+        Raises ConfigError for graphs with different nodes, in one pool, or unknown to the watch;
         BackendError as ``check``.
         """
         twins = (graph, twin)

@@ -162,8 +162,8 @@ def run_check(
         elif times.source != made.times_source:
             other = f"the plan was made with other step times: {made.times_source}"
             times = times.changed(notes=(other, *times.notes))
-        named_alike = {"insurance", "objective", "kv_tokens", "one_list", "apart"}
-        rules = {"slo": made.slo, **made.model_dump(include=named_alike)}
+        kept = {"insurance", "objective", "kv_tokens", "one_list", "apart"}
+        rules = made.model_dump(include=kept) | {"slo": made.slo}
     replicas = loads.replicas or (made.replicas if made else 1)
     from cgplan.optimizer.decisions import Planner  # numpy from here on
 
@@ -326,8 +326,7 @@ def _for_traffic(
             remedy="Give --step-times FILE of a GPU, by `cgplan bench` there or an engine's log "
             "(docs/planning.md).",
         )
-    one_list = engine == "vllm"
-    if loads.mode is None and loads.step_times and one_list:
+    if loads.mode is None and loads.step_times and engine == "vllm":
         loads.mode = ModeChoice.best
     if loads.slo and not loads.step_times:
         raise StepTimeError(
@@ -348,7 +347,7 @@ def _for_traffic(
         kv_tokens=loads.kv_cache_tokens,
         kv_token_bytes=loads.kv_token_bytes or priced.kv_token_bytes,
         replicas=replicas,
-        one_list=one_list,
+        one_list=engine == "vllm",
         apart=engine not in (None, "vllm"),
     )
     plan = planner.decide(config)

@@ -214,10 +214,11 @@ class Look(TorchDispatchMode):
         self._names = dict[int, str]()  # of the model's tensors
         for place in reversed(self._state.of_tensors):
             self._names[id(place.value)] = place.path
-        self._last_changes = self._changes()
-        for path, now in self._last_changes.items():
-            if is_tensor(now):
-                self._names[id(now)] = path
+        self._last_changes = dict[str, object]()
+        for path, change in put_back.last.items():
+            self._last_changes[path] = change.now
+            if is_tensor(change.now):
+                self._names[id(change.now)] = path
         self._inputs = storages_of(inputs)
         of_model = storages_of(self._state.tensors)
         self.outside = Outside((*of_model, *self._inputs))

@@ -115,6 +115,13 @@ class _PathChanges:
         return not self.is_captured and not self.is_of_context
 
 
+class _Run(NamedTuple):
+    """``is_eager``: no capture, and it ran to its end."""
+
+    key: Key | None
+    is_eager: bool
+
+
 class PutBack:
     """Undoes what runs on padding change of a model; see Note [What is put back].
 
@@ -144,10 +151,8 @@ class PutBack:
         self._unseen: dict[int, Written] = {}  # small state, which only some sizes may write
         self.last: dict[str, Change] = {}
         self._paths = defaultdict[str, _PathChanges](_PathChanges)
-        self._count = 0  # of runs, which are numbered from 1
         self.key: Key | None = None  # of the next run
-        self._keys: list[Key | None] = [None]  # of runs
-        self._last_uncaptured = dict[Key | None, int]()  # of a key, which ran to its end
+        self._runs = list[_Run]()  # numbered from 1
         self._restored_after = 0  # the last run before attributes were put back
         self.copied = Counter[Outcome]()  # bytes
         self._keeps_first_use = True
@@ -178,7 +183,9 @@ class PutBack:
         also inside what earlier runs made.
         """
         found = dict[str, Change]()
-        self.rewind()
+        for written in self.written.values():
+            if written.is_small and self._first_use(written) != "seen":
+                written.put_back(written.copy)
         made = self._now() if enters_made and self.made else None
         versions = [version_of(place.value) for place in self.before.of_tensors]
         is_whole = False
@@ -191,14 +198,12 @@ class PutBack:
             if changed:
                 self._adopt_unowned()
             self._unowned.clear()
-            number = self._count + 1
             self._note_newly_written(versions)
+            run = _Run(self.key, is_whole and not captures)
+            self._runs.append(run)
+            number = len(self._runs)
             for written in self.written.values():
                 written.count_run(number, captures=captures)
-            self._count = number
-            self._keys.append(self.key)
-            if is_whole and not captures:
-                self._last_uncaptured[self.key] = number
             for path, change in changed.items():
                 known = self._paths[path]
                 if not known.runs:
@@ -228,7 +233,7 @@ class PutBack:
                 continue
             address = place.value.untyped_storage().data_ptr()
             written = self.written.get(address)
-            is_steady = written is not None and len(written.runs) == self._count
+            is_steady = written is not None and len(written.runs) == len(self._runs)
             if not is_steady:
                 self.newly_written.append(place.path)
             unseen = self._unseen.get(address)
@@ -315,11 +320,6 @@ class PutBack:
                 "new" if copy is None else "device",
             )
 
-    def rewind(self) -> None:
-        for written in self.written.values():
-            if written.is_small and self._first_use(written) != "seen":
-                written.put_back(written.copy)
-
     @property
     def made(self) -> set[str]:
         """Paths of Python that one run alone changed, ahead of the captures."""
@@ -346,7 +346,7 @@ class PutBack:
         stay = set[int]()
         for path, change in self.last.items():
             known = self._paths[path]
-            is_steady = len(known.runs) == self._count
+            is_steady = len(known.runs) == len(self._runs)
             if known.is_of_runs and not is_steady and not self.before.is_attribute(change):
                 stay |= known.runs
         if self._keeps_first_use and written.runs and written.runs <= stay:
@@ -354,9 +354,10 @@ class PutBack:
         if not is_of_one_run or written.after_first is None or written.captures:
             return None
         number = max(written.runs)
-        if number >= self._last_uncaptured.get(self._keys[number], 0):
+        again = _Run(self._runs[number - 1].key, is_eager=True)
+        if again not in self._runs[number:]:
             return None
-        has_run_again = number <= self._restored_after < self._count
+        has_run_again = number <= self._restored_after < len(self._runs)
         for known in self._paths.values():
             is_flag = known.runs == {number}
             may_be_flag = number in known.runs and not has_run_again
@@ -441,7 +442,7 @@ class PutBack:
         between_keys: bool = False,
     ) -> None:
         """Undo changes; between keys, large storages wait. The device is idle."""
-        if self._count < 2:  # no second run tells first use apart
+        if len(self._runs) < 2:  # no second run tells first use apart
             self.undo_first_use()
         self.outcome.clear()
         for written in self.written.values():
@@ -453,7 +454,7 @@ class PutBack:
                 written.put_back(written.after_first if first_use else written.copy)
             self.outcome[written.path] = nbytes, "new" if first_use else written.outcome
         if between_keys:
-            self._restored_after = self._restored_after or self._count
+            self._restored_after = self._restored_after or len(self._runs)
             if not self.last:
                 return
         made = self.made

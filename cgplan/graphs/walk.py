@@ -567,6 +567,7 @@ def step(key: Any) -> str:
     return f"[{key!r}]" if _is_constant(key) else f"[<{type(key).__name__}>]"
 
 
+@cache
 def step_to_part(name: str) -> str:
     """``[0]``, ``.weight``."""
     return f"[{name}]" if name.isdecimal() else f".{name}"

@@ -58,8 +58,8 @@ class Miss(NamedTuple):
     """How far a plan is from one goal of an SLO.
 
     Attributes:
-        share: Of the goal; 0 or less: it holds.
-        text: The times found, and the goals.
+        share: Excess over the goal, as a share of it; 0 or less: it holds.
+        text: The times found and asked for.
         requests: The load, and with ``service`` what its requests get.
     """
 
@@ -437,7 +437,7 @@ class Planner:
         config: Config,
         plan: Plan,
     ) -> Miss:
-        """Of the load that comes nearest to a miss: all goals missed, else the nearest."""
+        """For the worst load: the goals that it misses, else the one that it misses next."""
         found = list[Miss]()
         for requests in self._requests:
             service = self._service(config, plan, requests)
