@@ -105,7 +105,7 @@ class ModelGraphs(ModelForward):
 
     @contextmanager
     def rehearsing(self) -> Iterator[Rehearsal]:
-        """A block of runs on padding; the model is put back. Can be nested."""
+        """A block of runs on padding; the model is put back. Nestable."""
         if self._rehearsal is not None:
             yield self._rehearsal
             return
@@ -224,7 +224,7 @@ class ModelGraphs(ModelForward):
             self.seal()
 
     def seal(self) -> None:
-        """Missing keys and moved memory are errors from now on."""
+        """Missing keys and moved memory are errors from now, or the rehearsal's end, on."""
         self.scope.is_open = False
         if self._rehearsal is not None:
             return
@@ -291,7 +291,7 @@ class ModelGraphs(ModelForward):
         scope.wrappers = {}
 
     def free(self) -> None:
-        """Free all, for good."""
+        """For good."""
         ranks = self.ranks
         self.ranks = SINGLE_RANK
         with ExitStack() as stack:

@@ -77,12 +77,9 @@ class Rehearsal:
         forward = self._forward
         route = forward.route
         model = forward.model
-        split: Iterable[str] = ()
-        breaks = None
         is_piecewise = mode is CUDAGraphMode.PIECEWISE
-        if is_piecewise:
-            split = self._split_at()
-            breaks = route.breaks
+        split = self._split_at() if is_piecewise else ()
+        breaks = route.breaks if is_piecewise else None
         if breaks is not None:
             model = partial(breaks.forward, model)
         views = forward.views(descriptor)

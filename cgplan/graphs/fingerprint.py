@@ -468,8 +468,10 @@ class Fingerprint:
     ) -> None:
         """Compare addresses of parameters, buffers and these paths alone."""
         parts = {id(held.value) for held in self.contents.values() if held.holds == "parts"}
-        counted = (p for p in self.places.values() if p.path in read or id(p.container) in parts)
-        self.only = {place.path for place in counted}
+        self.only = set()
+        for place in self.places.values():
+            if place.path in read or id(place.container) in parts:
+                self.only.add(place.path)
 
     def moved(
         self,

@@ -82,8 +82,9 @@ class GraphRunner:
         self._held = partial(use.held, name)
         self._name = name
         self._reader = BatchReader(config.tensors, config.dim_names, graphs.backend.device)
-        self._num_inputs = len(self._reader.names)
-        self._pick = _picker(self._reader.names)
+        names = self._reader.names
+        self._num_inputs = len(names)
+        self._pick = _picker(names)
         self._asked_ns = 0  # when the call began, for a trace
         self._forbidden = 0  # nested `no_capture`
         self._handed: weakref.WeakSet[StagedBuffers] = weakref.WeakSet()
