@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from cgplan.graphs.fingerprint import Change, Fingerprint, Place, Stateful
-from cgplan.graphs.walk import Contents, Via
+from cgplan.graphs.walk import Contents, InClass, Via
 
 # tensors, others of each call
 _WITH_WATCHER = (4, 1)
@@ -208,8 +208,8 @@ class ChangeDetector:
         for place in places:
             container = place.container
             counted.add(id(container))
-            if type(container) is Via and issubclass(type(container.value), type):
-                self._watch("Type", container.value)
+            if type(container) is InClass:
+                self._watch("Type", container.kind)
         for held in self.record.contents.values():
             if issubclass(type(held.value), dict) and id(held.value) in counted:
                 self._watch("Dict", held.value)
@@ -235,9 +235,8 @@ class ChangeDetector:
         place: Place,
     ) -> bool:
         container = place.container
-        if type(container) is Via:
-            is_class = issubclass(type(container.value), type)
-            return is_class and id(container.value) in self._watched
+        if type(container) is InClass:
+            container = container.kind
         is_steady = place.above is None or type(container) is tuple
         return is_steady or id(container) in self._watched
 
