@@ -93,9 +93,9 @@ class CapturedKeys:
         in_plan = set(self.wanted.keys)
         self._left_out = [key for key in self.asked.keys if key not in in_plan]
         self._in_service = False
-        self._costs_its_graph: tuple[type[CgplanError], ...] = ()  # others are raised
+        self._survivable: tuple[type[CgplanError], ...] = ()  # others are raised
         if self.guard.active:
-            self._costs_its_graph = (
+            self._survivable = (
                 CaptureMemoryError,
                 RankFailedError,
             )
@@ -136,7 +136,7 @@ class CapturedKeys:
                 self.capture_all(keys)
                 self._capturer.refuse_uncomputed()
         self._in_service = True
-        self._costs_its_graph = (CaptureError, ModelError, ConfigError)
+        self._survivable = (CaptureError, ModelError, ConfigError)
         graphs.ranks.end()
         self._seconds = time.perf_counter() - began
         if keys and not self._records and not graphs.on_demand:
@@ -260,7 +260,7 @@ class CapturedKeys:
                 return found
             if in_service:
                 self._remember_refusal(key)
-        except self._costs_its_graph as error:
+        except self._survivable as error:
             drop_locals(error)
             if in_service:
                 self._remember(key, type(error).__name__, error.message)

@@ -67,7 +67,7 @@ _transforms = torch._C._functorch.peek_interpreter_stack
 
 
 class Calls:
-    """The calls of one model, one after the other. It owns graphs, pool and static buffers.
+    """Owns graphs, pool and static buffers; calls wait for each other.
 
     Attributes:
         replayed, eager: Numbers of calls that graphs answered, and of others by reason.
@@ -134,7 +134,7 @@ class Calls:
                 return self._run_model(kind.eager_reason, args, kwargs)
             learner = self.learner
             holds = kind.runner is not None and learner.holds()
-            # else its replay may be thrown away
+            # what it writes cannot be undone; others are checked after a replay
             if holds and kind.written:
                 holds = learner.addresses_hold()
             if not holds:
