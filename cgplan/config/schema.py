@@ -302,7 +302,9 @@ class Input(Section):
     @model_validator(mode="after")
     def _consistent(self) -> Input:
         symbols = list[str]()
+        is_narrow = False
         for extent in self.extents:
+            is_narrow |= extent.is_most
             if extent.symbol:
                 symbols.append(extent.symbol)
             elif extent.offset < 1:
@@ -311,7 +313,6 @@ class Input(Section):
             raise ValueError(
                 f"only one dimension may count rows of the batch, found shape {list(self.shape)}"
             )
-        is_narrow = any(extent.is_most for extent in self.extents)
         if self.pad == "last" and (len(symbols) != 1 or is_narrow):
             raise ValueError(
                 "pad: last needs a dimension that counts rows of the batch, and one alone"
@@ -693,7 +694,7 @@ class Config(Section):
         given = self.model.output_shapes if self.model else None
         for index, shape in enumerate(given or ()):
             self._symbols_of(f"output {index}", map(Extent.parse, shape))
-        if len(self.dim_names) > 1 and self.tensors and given is None:
+        if others and self.tensors and given is None:
             raise ValueError(
                 "`dims` declares more than one name: write the shapes of outputs into "
                 "model.output_shapes"
@@ -713,21 +714,22 @@ class Config(Section):
         return symbols
 
     def _check_boxes(self) -> None:
+        names = self.dim_names
         boxes = self.compilation.boxes or ()
         for box in boxes:
-            for name, size in zip(self.dim_names, box, strict=False):
+            for name, size in zip(names, box, strict=False):
                 if name in self.dims and size > self.dims[name].top:
                     raise ValueError(
                         f"compilation.boxes: {size} is above the max of {name}, "
                         f"{self.dims[name].top}"
                     )
-        first = self.dim_names[0]
+        first = names[0]
         if first in self.dims and self.compilation.max_cudagraph_capture_size is not None:
             raise ValueError(f"max_cudagraph_capture_size counts tokens; write dims.{first}.max")
-        widths = {len(box) for box in boxes} - {len(self.dim_names)}
+        widths = {len(box) for box in boxes} - {len(names)}
         if widths or (boxes and not self.dims):
             raise ValueError(
-                f"compilation.boxes has sizes of {', '.join(self.dim_names)} each, in this order"
+                f"compilation.boxes has sizes of {', '.join(names)} each, in this order"
             )
 
     @property

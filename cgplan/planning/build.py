@@ -403,8 +403,9 @@ def _boxes(
 ) -> Sequence[tuple[int, ...]]:
     """The boxes to capture. Raises ConfigError if they are too many, or span too many."""
     given = config.compilation.boxes
-    axes: dict[str, Collection[int]] = {config.dim_names[0]: sizes}
-    for dim, name in enumerate(config.dim_names[1:], start=1):
+    first, *others = config.dim_names
+    axes: dict[str, Collection[int]] = {first: sizes}
+    for dim, name in enumerate(others, start=1):
         if given is None:
             axes[name] = sizes_of(config.dims[name])
         else:
