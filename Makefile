@@ -22,6 +22,7 @@ test: $(STAMP)  ## all tests that need no GPU, in two processes
 
 test-gpu: $(STAMP)  ## the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu
+	$(BIN)/python -m pytest tests/programs  # they take a GPU where there is one
 
 # Of PYTHONS, those that are there as python3.N; what cannot be installed is skipped, and said.
 test-matrix:  ## all tests that need no GPU, for each of PYTHONS and TORCHES

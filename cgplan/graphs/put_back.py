@@ -229,9 +229,11 @@ class PutBack:
             strict=True,
         )
         for place, version in pairs:
-            if version_of(place.value) == version:
+            tensor = place.value
+            is_unwritten = version_of(tensor) == version
+            if is_unwritten or tensor.layout is not torch.strided:
                 continue
-            address = place.value.untyped_storage().data_ptr()
+            address = tensor.untyped_storage().data_ptr()
             written = self.written.get(address)
             is_steady = written is not None and len(written.runs) == len(self._runs)
             if not is_steady:

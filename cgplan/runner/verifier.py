@@ -23,6 +23,7 @@ from torch import Tensor, UntypedStorage
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cgplan.backends.backend import tensor_on
+from cgplan.backends.host_sync import storage_id
 from cgplan.buffers.compare import Difference, compare, differences, is_equal
 from cgplan.buffers.static import torch_dtype
 from cgplan.captures.failures import explain_eager_failure, raise_caused
@@ -300,8 +301,8 @@ class _Comparison:
         if self._route.mode is not CUDAGraphMode.FULL:
             return None
         for place, version in self._versions:
-            storage = place.value.untyped_storage()
-            if version_of(place.value) != version and storage._cdata not in graph_writes:
+            is_written = version_of(place.value) != version
+            if is_written and storage_id(place.value) not in graph_writes:
                 return place.path
         return None
 
