@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ class AddressChecks:
 
     Attributes:
         holds: Each call's quick look: if False, ``check`` decides.
-        tensors, expected: That each call compares; see Note [Addresses] in change_detector.py.
         reads: Their paths.
         is_outdated: Graphs were captured since ``seal``.
     """
@@ -36,8 +35,6 @@ class AddressChecks:
         self.volatile = set[str]()
         self.is_outdated = True
         self.holds: Callable[[], bool] = _never
-        self.tensors: Sequence[torch.Tensor] = ()
-        self.expected: list[int] = []
         self._sealed: Fingerprint | None = None
         self._detector: ChangeDetector | None = None
         self._checked = set[Key]()
@@ -66,8 +63,6 @@ class AddressChecks:
         modules, held = sealed.modules()
         self._detector = ChangeDetector(sealed, [*watched, *modules], held)
         self.holds = self._detector.holds
-        self.tensors = self._detector.tensors
-        self.expected = self._detector.addresses
 
     def check(
         self,
@@ -121,8 +116,6 @@ class AddressChecks:
         self._sealed = None
         self._detector = None
         self.holds = _never
-        self.tensors = ()
-        self.expected = []
 
     def at_capture(self) -> dict[int, str]:
         """Paths by address."""

@@ -132,14 +132,9 @@ class Calls:
                 return self._learn_or_capture(key, self._own_call(args, kwargs, form, tensors))
             if kind.eager_reason:
                 return self._run_model(kind.eager_reason, args, kwargs)
-            learner = self.learner
-            holds = kind.runner is not None and learner.holds()
-            # what it writes cannot be undone; others are checked after a replay
-            if holds and kind.written:
-                holds = learner.addresses_hold()
-            if not holds:
+            if kind.runner is None or not self.learner.holds():
                 call = self._own_call(args, kwargs, form, tensors)
-                if kind.runner is None or learner.free_if_changed():
+                if kind.runner is None or self.learner.free_if_changed():
                     return self._learn_or_capture(key, call)
             if self._is_shared(kind, tensors):
                 return self._run_model(_SHARED, args, kwargs)
@@ -289,8 +284,6 @@ class Calls:
         except ModelError as error:  # failed in a comparison
             raise error.__cause__ or error from None
         else:
-            if not self.learner.addresses_hold() and self.learner.free_if_changed():
-                return self.run(args, kwargs)
             self.replayed += 1
             if kind.forward.differs:
                 self.learner.relearn(kind)

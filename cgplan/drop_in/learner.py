@@ -120,9 +120,6 @@ class Learner(Inference):
         """The model is watched, and looks the same."""
         return self.detector is not None and self.detector.holds()
 
-    def addresses_hold(self) -> bool:
-        return self.detector is None or self.detector.addresses_hold()
-
     # --- kinds ------------------------------------------------------------------------------------
 
     @property

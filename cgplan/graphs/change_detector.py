@@ -6,8 +6,8 @@ Note [Watched dicts and classes]
     class once for each version; a comparison gives it a new one, of which 3.13 has 1000.
 
 Note [Addresses]
-    Nothing reports `.data =`. To read an address takes 50 ns, so they are compared after a launch,
-    while the device works; its output is handed out after that.
+    Nothing reports `.data =`, and a replay with old addresses may draw random numbers or write, so
+    each call reads all addresses first, 50 ns each.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from cgplan.graphs.walk import Contents, InClass, Via
 _WITH_WATCHER = (4, 1)
 _WITHOUT_WATCHER = (64, 256)
 _DEALLOCATED = 5
-address_of = torch._C.TensorBase.data_ptr
+_address_of = torch._C.TensorBase.data_ptr
 _Compared = tuple[Any, Any, Any, tuple[Any, ...] | None]  # container, key, value, Place.tensor
 _flags: dict[int, list[list[bool]]] = {}  # by the address of a dict or class
 _lock = threading.RLock()  # of flags and what is watched: a watch may be closed by a collection
@@ -140,9 +140,6 @@ class ChangeDetector:
     Args:
         record: Its objects are held until ``close``.
         at_once: Each call compares everything.
-
-    Attributes:
-        tensors, addresses: See Note [Addresses].
     """
 
     __graph_memory__ = True
@@ -166,8 +163,8 @@ class ChangeDetector:
         self._watched = dict[int, tuple[str, Any]]()
         self._watch_all(counted, extents)
         self._all = list[_Compared]()
-        self.tensors = list[torch.Tensor]()
-        self.addresses = list[int]()
+        self._tensors = list[torch.Tensor]()
+        self._addresses = list[int]()
         tensors = list[_Compared]()
         others = list[_Compared]()
         for place in counted:
@@ -175,8 +172,8 @@ class ChangeDetector:
             self._all.append(compared)
             if place.address is not None:
                 tensors.append(compared)
-                self.tensors.append(place.value)
-                self.addresses.append(place.address)
+                self._tensors.append(place.value)
+                self._addresses.append(place.address)
             elif not self._is_reported(place):
                 others.append(compared)
         for extent in extents:
@@ -241,21 +238,14 @@ class ChangeDetector:
         return is_steady or id(container) in self._watched
 
     def holds(self) -> bool:
-        """Looks at the flag and the next places in rotation."""
-        if self._flag[0]:
+        """Looks at the flag, all addresses, and the next places in rotation."""
+        if self._flag[0] or [*map(_address_of, self._tensors)] != self._addresses:
             return not self._is_whole and self.holds_all()
         if not self._chunks:
             return True
         chunk = self._chunks[self._at]
         self._at = (self._at + 1) % len(self._chunks)
         return _holds(chunk)
-
-    def addresses_hold(self) -> bool:
-        """Of all tensors; see Note [Addresses]."""
-        if [*map(address_of, self.tensors)] != self.addresses:
-            self._flag[0] = True
-            return False
-        return True
 
     def holds_all(self) -> bool:
         """Each place holds the same object at its address."""
@@ -297,7 +287,7 @@ class ChangeDetector:
         self._watched = {}
         self._chunks = []
         self._all = []
-        self.tensors = []
+        self._tensors = []
 
     def __del__(self) -> None:
         if _lock is not None:  # at the interpreter's end

@@ -37,6 +37,7 @@ from cgplan import (
     forward_context,
     get_forward_context,
 )
+from cgplan.graphs import change_detector
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -123,40 +124,65 @@ def test_a_parameter_that_was_rebound(backend: GraphBackend, way: str, how: str)
     assert "in place" in caught.value.remedy
 
 
-class Deep(nn.Module):
-    """Many tensors; counts what it has seen, where asked."""
+def random_state(backend: GraphBackend, state: Tensor | None = None) -> Tensor:
+    on_gpu = backend.device.type == "cuda"
+    if state is not None:
+        (torch.cuda if on_gpu else torch).set_rng_state(state)
+    return torch.cuda.get_rng_state() if on_gpu else torch.get_rng_state()
 
-    def __init__(self, device: torch.device, *, counts: bool) -> None:
+
+@pytest.fixture
+def slow_rotation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where many tensors are in it."""
+    for name in ("_WITH_WATCHER", "_WITHOUT_WATCHER"):
+        monkeypatch.setattr(change_detector, name, (1, 1))
+
+
+class Deep(nn.Module):
+    """Many tensors; draws, or counts what it has seen, where asked."""
+
+    def __init__(self, device: torch.device, does: str) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(2, 2, device=device) for _ in range(150))
         self.register_buffer("total", torch.zeros(2, device=device))
-        self.counts = counts
+        self.does = does
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = layer(x).tanh()
-        if self.counts:
+            x = x + layer(x).tanh() / 10
+        if self.does == "counts":
             self.total.add_(x.sum(0))  # type: ignore[operator]
-            x = x + self.total  # type: ignore[operator]
-        return x
+            return x + self.total  # type: ignore[operator]
+        return x + torch.rand_like(x) if self.does == "draws" else x
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("counts", [False, True])
-def test_one_of_300_tensors_moves(backend: GraphBackend, counts: bool) -> None:
-    """Nothing tells of `.data =`. The call after it is answered with the new weight, and writes state once; a declared
-    runner raises."""
+@pytest.mark.parametrize("does", ["", "draws", "counts"])
+@pytest.mark.usefixtures("slow_rotation")
+def test_one_of_300_tensors_moves(backend: GraphBackend, does: str) -> None:
+    """Nothing tells of `.data =`. The call after it is answered with the new weight, writes state and draws once; a
+    declared runner raises before it does."""
+
+    def both() -> tuple[Tensor, Tensor]:
+        before = random_state(backend)
+        found = g(x)
+        after = random_state(backend)
+        random_state(backend, before)
+        wanted = own(x)
+        assert torch.equal(random_state(backend), after)
+        return found, wanted
+
     x = torch.randn(3, 2, device=backend.device)
-    model = Deep(backend.device, counts=counts).eval()
+    model = Deep(backend.device, does).eval()
     own = copy.deepcopy(model)
     g = cgplan.graphed(model, dynamic={}, verify="first")
     for _ in range(5):
-        torch.testing.assert_close(g(x), own(x))
+        torch.testing.assert_close(*both())
     for at in (149, 3, 77):
         for layers in (model.layers, own.layers):
             layers[at].weight.data = layers[at].weight.data * 2  # type: ignore[union-attr, operator]
-        torch.testing.assert_close(g(x), own(x))
-        torch.testing.assert_close(g(x), own(x))
+        torch.testing.assert_close(*both())
+        torch.testing.assert_close(*both())
     assert g.graph_calls == 9
     compilation = {"cudagraph_mode": "FULL", "cudagraph_capture_sizes": [3]}
     inputs = {"x": cgplan.Input(shape=("num_tokens", 2), dtype=torch.float32, pad=0)}
@@ -164,9 +190,29 @@ def test_one_of_300_tensors_moves(backend: GraphBackend, counts: bool) -> None:
     for _ in range(3):
         runner(x=x)
     own.layers[149].weight.data = own.layers[149].weight.data.clone()  # type: ignore[union-attr, operator]
+    more = torch.randn(5, 2, device=backend.device)
+    if not does:
+        torch.testing.assert_close(runner(x=more), own(more))  # too many for a graph
+    total = own.total.clone()  # type: ignore[operator]
     with pytest.raises(AddressError, match=r"layers\[149\]\.weight"):
         runner(x=x)
+    torch.testing.assert_close(own.total, total)
     runner.close()
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("slow_rotation")
+def test_a_borrowed_output_that_comes_back_after_a_weight_moved(backend: GraphBackend) -> None:
+    model = Deep(backend.device, "").eval()
+    own = copy.deepcopy(model)
+    g = cgplan.graphed(model, dynamic={}, verify="first", outputs="borrow")
+    y = wanted = torch.randn(3, 2, device=backend.device)
+    for step in range(12):
+        if step == 7:
+            for layers in (model.layers, own.layers):
+                layers[149].weight.data = layers[149].weight.data * 2  # type: ignore[union-attr, operator]
+        y, wanted = g(y), own(wanted)
+        torch.testing.assert_close(y, wanted)
 
 
 @each_size
