@@ -1374,3 +1374,15 @@ def test_an_interrupted_warm_up_leaves_the_state(backend: GraphBackend) -> None:
     with pytest.raises(KeyboardInterrupt):
         cgplan.graphed(model).warm_up(torch.ones(2, 2, device=backend.device))
     assert model.n.item() == 0
+
+
+@torch.no_grad()
+def test_weights_that_the_first_run_makes(backend: GraphBackend) -> None:
+    """Lazy modules; that run may be cgplan's."""
+    for options in ({}, {"example": (torch.randn(4, 8, device=backend.device),)}):
+        net = nn.Sequential(nn.LazyLinear(4), nn.Tanh(), nn.LazyLinear(2)).to(backend.device).eval()
+        g = cgplan.graphed(net, **options)
+        for _ in range(4):
+            x = torch.randn(3, 8, device=backend.device)
+            torch.testing.assert_close(g(x), net(x))
+        assert g.graph_calls

@@ -192,7 +192,7 @@ class Capturer:
                 answers = graphs.capture_answers(mode, capturing=True)
                 with rehearsal.judged_run(mode, captures=True), answers, log:
                     output = graphs.run_wrapped(key, graphs.views(descriptor))
-            if is_first:  # else the capture failed, as it read the value, too
+            if is_first:  # a value that each run reads has failed the capture
                 rehearsal.refuse_value(mode)
         except Exception as error:
             return self._failed(rehearsal, attempt, error)
@@ -237,7 +237,6 @@ class Capturer:
             raise_caused(failure, error)
         drop_locals(error)
         graphs.evict([attempt.key])
-        rehearsal.put_back.restore(between_keys=True)
         if not needs_warm_up:
             return Next.TRY_AGAIN
         rehearsal.refuse_changed(str(attempt))

@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from cgplan.errors import AddressError
 from cgplan.graphs import walk
@@ -272,12 +273,13 @@ class Fingerprint:
             assert place is not None
             kind = type(value)
             found: list[Inside] = []
-            if issubclass(kind, torch.Tensor):
+            is_lazy = issubclass(kind, UninitializedTensorMixin)
+            if issubclass(kind, torch.Tensor) and not is_lazy:
                 found = place.enter_tensor(self.device)
                 self.of_tensors.append(place)
             elif issubclass(kind, torch.Generator):
                 self._note_generator(value)
-            elif kind not in PLAIN and id(value) not in seen:
+            elif not (is_lazy or kind in PLAIN or id(value) in seen):
                 seen[id(value)] = value
                 found = self._enter(value, place, classes, named)
             for inner in reversed(found):

@@ -207,8 +207,9 @@ class PutBack:
             for path, change in changed.items():
                 known = self._paths[path]
                 if not known.runs:
-                    known.first = change.now
                     known.is_captured = captures
+                    if not captures:  # else it would hold memory of the pool
+                        known.first = change.now
                 known.runs.add(number)
                 if not known.is_of_context:
                     found[path] = change
@@ -428,7 +429,10 @@ class PutBack:
     ) -> None:
         """Paths that the last capture changed, and its replay computed; small state, too."""
         for path in changed:
-            self._paths[path].is_captured = False
+            known = self._paths[path]
+            if known.is_captured and path in self.last:
+                known.first = self.last[path].now
+            known.is_captured = False
         for written in self.written.values():
             if written.is_small and written.path in self.newly_written:
                 written.captures = 0
