@@ -209,7 +209,7 @@ class KernelBatchCopy(BatchCopy):
         self._may_be_lazy = any(d.is_floating_point or d.is_complex for d in dtypes)
         self._in_place = [target.address for target in self._targets]
         self._write = struct.Struct(f"=4I{len(self._in_place)}Q").pack_into
-        # after a much larger batch it covers all padding
+        # the second covers all padding, after a much larger batch
         self._near = counts[2]
         near = list(map(_Target.nbytes, self._targets, self._padded_rows))
         far = [buffer.tensor.nbytes for buffer in self._buffers]

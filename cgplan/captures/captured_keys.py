@@ -140,11 +140,11 @@ class CapturedKeys:
         graphs.ranks.end()
         self._seconds = time.perf_counter() - began
         if keys and not self._records and not graphs.on_demand:
-            graphs.allocate_buffers(())
+            graphs.allocate_buffers(())  # no graph reads static buffers
         self._note_workspace()
         taken = driver_bytes(graphs.backend, self.before)
         if taken is not None:
-            self._loaded_bytes = taken - self._driver_bytes()
+            self._loaded_bytes = taken - self._graph_driver_bytes()
         graphs.seal()
         self._audit_if_asked()
         self._note_captured()
@@ -301,7 +301,7 @@ class CapturedKeys:
 
     # --- the report -------------------------------------------------------------------------------
 
-    def _driver_bytes(self) -> int:
+    def _graph_driver_bytes(self) -> int:
         return sum(record.driver_bytes or 0 for record in self._records.values())
 
     def _note_workspace(self) -> None:
@@ -333,7 +333,7 @@ class CapturedKeys:
             warnings.append(NO_GRAPH)
         driver = self._loaded_bytes
         if driver is not None:
-            driver += self._driver_bytes()
+            driver += self._graph_driver_bytes()
         report = CaptureReport(
             environment=self._environment,
             plan=plan,

@@ -235,7 +235,7 @@ class Calls:
         if kind.stage is Stage.NEW and self._settings.compilation.capture_policy == "eager":
             kind, sizes = learner.warmed_up(call)
         if kind.may_capture:
-            learner.free_if_changed()  # the watch looks at less
+            learner.free_if_changed()  # the watch sees less; it may set the kind back
         if kind.is_learning:
             output = learner.learning_call(kind, sizes, call)
             self.eager["the first calls of a kind"] += 1
@@ -251,7 +251,7 @@ class Calls:
             kind.take_objects(self.pool.backend.device)
         if kind.route(sizes).missing is None:
             self._remember(key, kind)
-        with kind.runner.no_capture():
+        with kind.runner.no_capture():  # room was made for one alone
             return self._replay(kind, tensors, args, kwargs)
 
     def _remember(
@@ -365,6 +365,7 @@ class Calls:
             return "no graph may be captured inside capture_allowed(False)"
         error = self._capture(kind, sizes, tensors)
         while error:
+            # once more where the failure taught something
             if not self.learner.relearn(kind):
                 if self._settings.strict:
                     raise error

@@ -168,6 +168,7 @@ class Kind:
         """
         served = False
         if self.runner is not None:
+            # the call that captured is one
             served = self.runner.stats.replays.total() > 1
         self.close()
         stays = is_moved and self.stage is not Stage.CHANGED

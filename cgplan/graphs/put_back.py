@@ -363,6 +363,7 @@ class PutBack:
         has_run_again = number <= self._restored_after < len(self._runs)
         for known in self._paths.values():
             is_flag = known.runs == {number}
+            # it cannot be told from what each run writes
             may_be_flag = number in known.runs and not has_run_again
             if is_flag or may_be_flag:
                 return None

@@ -38,7 +38,7 @@ class CaptureSession:
         before_key: Sets an engine's context ahead of each key's runs. It gets the runtime mode, the
             descriptor and the runner's static rows by name, which hold padding.
         real_rows: Absent: captures run on padding.
-        route: Of FULL graphs, with traces; absent: made here.
+        route: Of a trial of FULL graphs, whose traces are kept; absent: made here.
         began: When the report begins, by ``time.perf_counter()``; absent: now.
 
     Raises ConfigError for ``cudagraph_mode: AUTO``, which ``choose_mode`` decides.
