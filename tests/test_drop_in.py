@@ -813,7 +813,7 @@ def test_generate_of_transformers_by_a_static_cache(
         assert (
             len(
                 re.findall(
-                    r"each run changes \w+\.layers\[0\]\.cumulative_length_int;", caplog.text
+                    r"each run changes \w+\.layers\[0\]\.cumulative_length_int\n", caplog.text
                 )
             )
             == 1

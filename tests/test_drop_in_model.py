@@ -1094,16 +1094,21 @@ def test_generate_without_a_prompt_of_tokens_tells_so(backend: GraphBackend) -> 
     assert "generate with no input_ids does not use the cache" in g.explain()
 
 
-@pytest.mark.parametrize("window", [16, None])
-def test_generate_with_a_sliding_window(backend: GraphBackend, window: int | None) -> None:
-    """Texts within the window are the same without it, and have graphs."""
+def mistral(backend: GraphBackend) -> Any:
+    """With a window of 16 tokens."""
     from transformers import MistralConfig, MistralForCausalLM
 
     heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
     ends = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
     widths = {"vocab_size": 200, "hidden_size": 32, "intermediate_size": 64}
     config = MistralConfig(**widths, **heads, **ends, sliding_window=16)
-    lm = MistralForCausalLM(config).to(backend.device).eval()
+    return MistralForCausalLM(config).to(backend.device).eval()
+
+
+@pytest.mark.parametrize("window", [16, None])
+def test_generate_with_a_sliding_window(backend: GraphBackend, window: int | None) -> None:
+    """Texts within the window are the same without it, and have graphs."""
+    lm = mistral(backend)
     prompt = torch.randint(2, 200, (2, 5), device=backend.device)
     wanted = lm.generate(prompt, max_new_tokens=8, do_sample=False)
     lm.config.sliding_window = window
@@ -1113,3 +1118,18 @@ def test_generate_with_a_sliding_window(backend: GraphBackend, window: int | Non
     assert (replays(g) > 0) is (window is None)
     told = "no graph serves a sliding window: for shorter texts"
     assert (told in g.explain()) is (window is not None)
+    assert "ignore" not in g.explain(), "the number decides what the cache does"
+
+
+def test_no_ignore_makes_graphs_of_a_sliding_window(backend: GraphBackend) -> None:
+    lm = mistral(backend)
+    roots = "past_key_values", "cache", "StaticCache"
+    ignore = [f"{root}.layers[*].cumulative_length_int" for root in roots]
+    prompts = [
+        torch.randint(2, 200, (1, length), device=backend.device) for length in (5, 5, 5, 20, 5, 20)
+    ]
+    wanted = [lm.generate(prompt, max_new_tokens=12, do_sample=False) for prompt in prompts]
+    g = cgplan.graphed_generate(lm, max_cache_len=48, ignore=ignore)
+    for prompt, tokens in zip(prompts, wanted, strict=True):
+        assert torch.equal(lm.generate(prompt, max_new_tokens=12, do_sample=False), tokens)
+    assert not replays(g)

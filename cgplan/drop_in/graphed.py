@@ -444,8 +444,8 @@ def graphed(
         verify: Replays that are compared with the model's own code, at its time and memory:
             ``off``, ``first``, ``rarely`` (1, 2, 4, 8, ...), ``always``.
         strict: Raise where a graph cannot be captured or differs.
-        ignore: Paths of Python values that decide nothing, such as ``model.calls``; ``*`` is one
-            part.
+        ignore: Paths of the model's Python values that decide nothing, such as ``model.calls``;
+            ``*`` is one part. Arguments that change always count.
         grad: ``recompute``: backward runs the model's own code. Absent: it raises GradientError.
 
     Raises ConfigError for a wrong setting, ModelError for no model. Calls raise what the model

@@ -143,7 +143,7 @@ class Kind:
         else:
             first = (*of_model, *of_arguments)[0]
             reason = f"each run changes {first.path}"
-            if first.may_be_ignored:
+            if of_model and first.may_be_ignored:
                 reason += f"; ignore=[{first.path!r}] if it decides nothing"
             self.run_eagerly(reason)
 

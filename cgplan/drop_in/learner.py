@@ -27,7 +27,7 @@ from cgplan.drop_in.inference import Inference
 from cgplan.drop_in.kinds import Family, Kind, Sizes, Stage, without_constants
 from cgplan.errors import InputError, OutputShapeError
 from cgplan.graphs.change_detector import ChangeDetector
-from cgplan.graphs.fingerprint import Fingerprint
+from cgplan.graphs.fingerprint import Change, Fingerprint
 from cgplan.graphs.footprint import look
 from cgplan.graphs.put_back import PutBack, copy_limit, version_of
 from cgplan.runner.runner import GraphRunner
@@ -224,7 +224,10 @@ class Learner(Inference):
             ]
         drawn, written = _effects_until_now(records)
         output = self.model(*call.args, **call.kwargs)
-        changes = [list(record.changes(settings.ignore).values()) for record in records]
+        changes = list[list[Change]]()
+        # the caller sees what its arguments are
+        for record, ignored in zip(records, (settings.ignore, ()), strict=False):
+            changes.append(list(record.changes(ignored).values()))
         kind.note_run(sizes, *changes)
         if kind.may_capture:
             self.watch_model(records[0].without_draws())
