@@ -454,6 +454,8 @@ def test_a_tensor_that_the_forward_writes_is_the_callers(backend: GraphBackend) 
         {"sizes": [0]},
         {"sizes": [1, True]},
         {"sizes": "big"},
+        {"sizes": [1, 4], "dynamic": {}},
+        {"max_size": 4, "dynamic": {}},
     ],
     ids=str,
 )
@@ -462,6 +464,20 @@ def test_wrong_settings_are_refused_at_once(
 ) -> None:
     with pytest.raises(ConfigError):
         cgplan.graphed(net, **wrong)
+
+
+def test_dimensions_of_dynamic_are_there(backend: GraphBackend) -> None:
+    def bounded(x: Tensor) -> Tensor:
+        return x.tanh()
+
+    wrong = cgplan.graphed(bounded, dynamic={"x": {2: "width"}})
+    with pytest.raises(ConfigError, match="names dimension 2 of 'x', which has 2"):
+        wrong(rows(backend, 3))
+    g = cgplan.graphed(bounded, dynamic={"x": {-1: "width"}})
+    for width in (3, 3, 3, 4, 5):
+        x = torch.randn(2, width, device=backend.device)
+        close(g(x), x.tanh())
+    assert sizes(g) == {4, 8}
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")

@@ -901,8 +901,26 @@ def test_transformers_generate_by_graphs(backend: GraphBackend) -> None:
     for length in (0, "64"):
         with pytest.raises(ConfigError, match="max_cache_len is"):
             cgplan.graphed_generate(lm, max_cache_len=length)  # type: ignore[arg-type]
+    for option in ({"dynamic": {}}, {"max_batch": 2}):
+        with pytest.raises(ConfigError, match=f"graphed_generate has no {next(iter(option))}"):
+            cgplan.graphed_generate(lm, max_cache_len=8, **option)
+    with pytest.raises(ConfigError, match="have no effect where nothing varies"):
+        cgplan.graphed_generate(lm, max_cache_len=8, sizes=[1, 4])
     lm.to(torch.float64)
     assert lm.generate(prompt, max_new_tokens=3).shape == (2, 12)
+
+
+def test_another_length_takes_the_place_of_the_first(backend: GraphBackend) -> None:
+    lm = decoder(backend)
+    prompt = torch.randint(2, 200, (2, 9), device=backend.device)
+    wanted = lm.generate(prompt, max_new_tokens=12, do_sample=False)
+    first, g = (cgplan.graphed_generate(lm, max_cache_len=length) for length in (16, 32))
+    assert torch.equal(lm.generate(prompt, max_new_tokens=12, do_sample=False), wanted)
+    assert replays(g)
+    assert not first.eager_calls
+    del lm.forward, lm.generate
+    assert torch.equal(lm.generate(prompt, max_new_tokens=12, do_sample=False), wanted)
+    assert replays(g) == 9
 
 
 def test_generate_inside_generate_leaves_the_cache_of_the_outer_call(

@@ -111,9 +111,7 @@ def check_sizes(value: object) -> object:
             f"unknown ladder {value!r}; choose one of {names}, or give a list of sizes"
         )
     if isinstance(value, list | tuple) and not value:
-        raise ValueError(
-            "the list of capture sizes is empty; leave the key out for the vllm ladder"
-        )
+        raise ValueError("the list of capture sizes is empty; leave the key out for a ladder")
     return value
 
 

@@ -504,10 +504,10 @@ def graphed_generate(
     Calls that need another cache are the model's own, and tell why.
 
     Args:
-        options: As of ``graphed``, but ``dynamic``.
+        options: As of ``graphed``, but ``dynamic``, ``sizes`` and ``max_size``: no rows are padded.
 
-    Raises ConfigError for a model that is not a transformers decoder; ``generate`` raises
-    InputError for more tokens than the cache holds. Threads generate one after the other.
+    Raises ConfigError for other options and for what is no decoder of transformers; ``generate``
+    raises InputError for more tokens than the cache holds. Threads generate one after the other.
     """
     if type(max_cache_len) is not int or max_cache_len < 1:
         raise ConfigError(
@@ -519,7 +519,14 @@ def graphed_generate(
             f"{type(model).__name__} is not a decoder-only model of transformers with a KV cache",
             remedy="Pass a model as AutoModelForCausalLM.from_pretrained gives it, before graphed.",
         )
-    g: Graphed = graphed(model.forward, dynamic={}, **options)
+    known = inspect.signature(graphed).parameters.keys() - {"model", "dynamic"}
+    for name in options.keys() - known:
+        remedy = f"Choose from {', '.join(sorted(known))}."
+        raise ConfigError(f"graphed_generate has no {name}", remedy=remedy)
+    forward = model.forward
+    if isinstance(forward, Graphed):  # of an earlier call
+        forward = vars(forward)["_wrapped"]
+    g: Graphed = graphed(forward, dynamic={}, **options)
     model.forward = g
     vars(g)["generate"] = model.generate = _Generate(model, max_cache_len)
     return g

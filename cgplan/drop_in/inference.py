@@ -78,6 +78,11 @@ class Settings:
             raise ConfigError("max_graphs is None", remedy="Pass a number: max_graphs=16.")
         self.max_graphs = BudgetConfig(max_graphs=self.max_graphs).max_graphs
         self.dynamic = _dims_by_input(self.dynamic)
+        if self.dynamic == {} and (self.sizes or self.max_size):
+            raise ConfigError(
+                "sizes and max_size have no effect where nothing varies (dynamic={})",
+                remedy="Leave them out: each shape has its graph.",
+            )
         self.ignore = tuple(self.ignore or ())
         given = {
             "capture_policy": "lazy",
@@ -282,9 +287,13 @@ def _shapes_of(
     is_named = False
     for name, shape in shapes.items():
         for at, dim in dynamic.get(name, {}).items():
-            if -len(shape) <= at < len(shape):
-                shape[at] = dim if isinstance(dim, str) else dim.name
-                is_named = True
+            if not -len(shape) <= at < len(shape):
+                raise ConfigError(
+                    f"dynamic names dimension {at} of {name!r}, which has {len(shape)}",
+                    remedy="The first one is 0, the last one -1.",
+                )
+            shape[at] = dim if isinstance(dim, str) else dim.name
+            is_named = True
     if not is_named:
         first = next(shape for shape in shapes.values() if shape)
         first[0] = BATCH
