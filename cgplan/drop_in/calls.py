@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Sequence
+from contextvars import ContextVar
 from operator import attrgetter
 from typing import Any, cast
 
@@ -71,6 +72,7 @@ class Calls:
 
     Attributes:
         replayed, eager: Numbers of calls that graphs answered, and of others by reason.
+        own_code_reason: Of a block whose calls graphs do not answer.
     """
 
     __graph_memory__ = True
@@ -84,6 +86,7 @@ class Calls:
         self._lock = threading.RLock()
         self.replayed = 0
         self.eager = Counter[str]()
+        self.own_code_reason = ContextVar("cgplan_own_code_reason", default="")
         self.pool: Any = None
         self.device = "cpu"
         # by form, shapes and dtypes: kinds that a graph serves, or that run eagerly
@@ -108,8 +111,10 @@ class Calls:
         kwargs: Kwargs,
     ) -> Any:
         # not under the lock: its holder may wait for that capture
-        if current_forward_context() is not None:
-            return self._run_model(_INSIDE, args, kwargs)
+        is_inside = current_forward_context() is not None
+        eager = _INSIDE if is_inside else self.own_code_reason.get()
+        if eager:
+            return self._run_model(eager, args, kwargs)
         with self._lock:
             form, tensors = call_form(args, kwargs)
             tail = tail_of(tensors, self.device)

@@ -18,7 +18,7 @@ from typing import Any, Literal, Self, cast
 import torch
 from torch import Tensor, nn
 
-from cgplan.backends.context import capture_allowed
+from cgplan.backends.replacing import setting
 from cgplan.config.load import writing
 from cgplan.drop_in.call_form import module_of, share
 from cgplan.drop_in.calls import Calls
@@ -115,11 +115,11 @@ class Graphed:
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
             return
         settings = self._settings
-        for setting, names in (("dynamic", settings.dynamic or {}), ("pad", settings.pad)):
+        for argument, names in (("dynamic", settings.dynamic or {}), ("pad", settings.pad)):
             for name in names:
                 if name.partition(".")[0] not in known:
                     remedy = did_you_mean(name, known) + f"Arguments are {', '.join(known)}."
-                    what = f"{setting} names {name!r}, which is no argument of {self._name}"
+                    what = f"{argument} names {name!r}, which is no argument of {self._name}"
                     raise ConfigError(what, remedy=remedy)
 
     def __get__(
@@ -564,7 +564,7 @@ class _Generate:
         own = type(model).generate
         settings = generation_config or model.generation_config
 
-        def setting(name: str, default: Any = None) -> Any:
+        def option(name: str, default: Any = None) -> Any:
             found = given.get(name)
             if found is None:
                 found = getattr(settings, name, None)
@@ -574,27 +574,29 @@ class _Generate:
         if given.get("cache_implementation") == "static":  # it gets one
             del given["cache_implementation"]
         without = {
-            "num_beams": setting("num_beams", 1) > 1,
-            "use_cache=False": not setting("use_cache", True),
+            "num_beams": option("num_beams", 1) > 1,
+            "use_cache=False": not option("use_cache", True),
             "autocast": torch.is_autocast_enabled(model.device.type),  # a static cache: one dtype
             "alibi": getattr(model.config, "alibi", False),  # Falcon's mask has the prompt's length
             "no input_ids": prompt is None,
             # transformers says which models may have static caches
             type(model).__name__: not getattr(model, "_can_compile_fullgraph", True),
         }
-        other = [*filter(setting, _OTHER_CACHES), *filter(without.get, without)]
+        other = [*filter(option, _OTHER_CACHES), *filter(without.get, without)]
         if other:
-            self._tell(
+            reason = (
                 f"generate with {' and '.join(other)} does not use the cache that "
                 "graphed_generate keeps for graphs"
             )
+            self._tell(reason)
+            eager = vars(model.forward)["_calls"].own_code_reason
             has_cache = any(name in given for name in CACHE_ARGUMENTS)
-            with nullcontext() if has_cache else capture_allowed(False):
+            with nullcontext() if has_cache else setting(eager, reason):
                 return own(model, inputs, generation_config, *others, **given)
         length = prompt.shape[1]
-        longest = length + setting("max_new_tokens", 0)
+        longest = length + option("max_new_tokens", 0)
         if longest == length:
-            longest = setting("max_length", length + _NEW_TOKENS)
+            longest = option("max_length", length + _NEW_TOKENS)
         longest -= 1  # the last token is not cached
         if longest > self._max_cache_len:
             raise InputError(
@@ -606,7 +608,7 @@ class _Generate:
         else:
             generation_config = copy.copy(generation_config)
             generation_config.disable_compile = True
-        rows = len(prompt) * setting("num_return_sequences", 1)
+        rows = len(prompt) * option("num_return_sequences", 1)
         with self._lock:
             if self._is_running:  # a logits processor generates: the cache is in use
                 return own(model, inputs, generation_config, *others, **given)

@@ -139,6 +139,8 @@ class Learner(Inference):
             if value in objects_in(kind.form):
                 kind.close()
                 self._kinds[kind.form].remove(kind)
+        for family in self._families.values():
+            family.misses = 0  # the next object is new by this
 
     def family_of(self, call: Call) -> Family:
         return self._families.setdefault(without_constants(call.form), Family())
