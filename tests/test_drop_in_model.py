@@ -443,7 +443,11 @@ def test_the_report_counts_the_kinds_that_it_leaves_out(backend: GraphBackend, n
     assert "kinds of calls" not in str(g.runners[0].report)
 
 
-def test_a_warm_up_without_arguments_is_refused(backend: GraphBackend, net: Net) -> None:
+def test_a_warm_up_without_arguments_is_refused(
+    backend: GraphBackend, net: Net, caplog: pytest.LogCaptureFixture
+) -> None:
+    cgplan.graphed(net).warm_up(4)
+    assert "takes the arguments of a call: no argument is a tensor" in caplog.text
     with pytest.raises(InputError, match="warmed up by the arguments of a call, and got none"):
         cgplan.graphed(net).warm_up()
     state = rows(backend, 3)

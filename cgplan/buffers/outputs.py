@@ -66,9 +66,10 @@ class OutputRows:
                 raise OutputShapeError(
                     f"output {index} of the model has shape {list(leaf.shape)}; {said} for "
                     f"{descriptor}",
-                    remedy="Return tensors with the batch first, or set output_rows "
-                    "(model.output_rows in YAML) to what dimension 0 counts: num_tokens or "
-                    "num_reqs; or model.output_shapes.",
+                    remedy="Write num_tokens in place of the number of rows in shapes of inputs. "
+                    "Return tensors with the batch first, or set output_rows (model.output_rows "
+                    "in YAML) to what dimension 0 counts: num_tokens or num_reqs; or "
+                    "model.output_shapes.",
                 )
             if hides_tensors(leaf):
                 raise OutputShapeError(

@@ -147,6 +147,8 @@ def read_config(
     remedy = "Give a YAML file; `cgplan init` writes one."
     text = read_text(path, ConfigFileError, remedy, MOST_BYTES)
     data, lines = _parse(text, path)
+    if "kind" in data:  # a report, a plan
+        raise ConfigFileError(f"{path} is a saved {data['kind']}", remedy=remedy)
     origins = {}
     for key, line in lines.items():
         if all(isinstance(part, str) for part in key):  # a list is one value

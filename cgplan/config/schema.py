@@ -75,7 +75,9 @@ class Extent:
             value = int(most)
         if isinstance(value, int):
             if value < 0:
-                raise ValueError(f"a dimension must be at least 0, found {value}")
+                raise ValueError(
+                    f"a dimension must be at least 0, found {value}; num_tokens counts rows"
+                )
             return cls(None, 0, value, is_most)
         match = _EXTENT.fullmatch(value.strip())
         if match is None:

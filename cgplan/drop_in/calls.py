@@ -528,7 +528,7 @@ class Calls:
             form, tensors = call_form(args, kwargs)
             reason = self._reason_of_context(wants_grad=False) or reason_against(form, tensors)
             if reason:
-                self.learner.tell_once(reason)
+                self.learner.tell_once(f"warm_up takes the arguments of a call: {reason}", reason)
                 return
             if self.pool is None:
                 self._take_device(tensors)

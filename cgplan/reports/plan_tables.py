@@ -474,8 +474,8 @@ def _reasons(plan: Plan, evidence: Evidence) -> Iterator[Fact]:
     included = f"lower bound {format_microseconds(evidence.lower_bound_us)}"
     if evidence.insurance:
         included = "with insurance"
-        unseen = "of the steps are of sizes that traffic need not show"
-        yield "insurance", f"{evidence.insurance:.0%} {unseen}"
+        unseen = "of the steps are of sizes that traffic need not show, up to max_num_seqs"
+        yield "insurance", f"{evidence.insurance:.0%} {unseen} = {plan.max_num_seqs}"
     if evidence.other_loads:
         loads = evidence.loads
         names = dict.fromkeys(load.source.partition(":")[0] for load in loads[1:])

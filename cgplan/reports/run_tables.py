@@ -116,6 +116,7 @@ def _capture_rows(report: CaptureReport) -> Iterator[Fact]:
         yield "checked", report.looked_at
     if report.capture_policy == "lazy":
         yield "captures", f"lazy: when a batch first asks for a key; waiting: {report.waiting}"
+        yield "at once", "by compilation.capture_policy=eager"
     elif report.capture_policy == "adaptive":
         yield "captures", "adaptive: runner.replan() exchanges keys for those that batches ask for"
     elif report.waiting:

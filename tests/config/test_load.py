@@ -16,6 +16,11 @@ BOMB = ", ".join(
 )
 
 
+def test_a_saved_report_is_named_in_one_line(refusal: Any) -> None:
+    message = refusal('{"kind": "capture", "records": []}', kind=ConfigFileError)
+    assert message.splitlines()[0].endswith("c.yaml is a saved capture")
+
+
 def test_an_empty_file_is_all_defaults(write: Any) -> None:
     assert load_config(write("# nothing\n")) == Config()
 

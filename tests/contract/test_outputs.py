@@ -302,6 +302,18 @@ def test_outputs_whose_padding_cannot_be_cut_off(
     assert caught.value.remedy
 
 
+def test_a_batch_of_a_fixed_number_of_rows_is_told_of_num_tokens(backend: GraphBackend) -> None:
+    fixed = cgplan.Input(shape=(4, 3), dtype=torch.float32, pad=0)
+    with pytest.raises(OutputShapeError, match="dimension 0 should have 8 rows") as caught:
+        cgplan.capture(
+            double,
+            {"x": fixed},
+            compilation={"cudagraph_capture_sizes": [8]},
+            device=backend.device,
+        )
+    assert "num_tokens in place of the number of rows in shapes of inputs" in caught.value.remedy
+
+
 def test_a_forward_without_a_return_is_pointed_out(backend: GraphBackend) -> None:
     for model, warned in ((lambda x: None, True), (double, False)):
         assert (
