@@ -1059,7 +1059,7 @@ def test_generate_tells_why_it_finds_no_graph(
         f"generate with use_cache=False {other}": 12,
     }
     assert g.eager_calls == reasons, "for these reasons alone"
-    assert all(f"graphed forward: {reason}" in caplog.text for reason in reasons)
+    assert all(f"graphed Qwen3ForCausalLM.forward: {reason}" in caplog.text for reason in reasons)
 
 
 def test_generate_with_a_config_as_transformers_wants_it(

@@ -91,7 +91,8 @@ class Graphed:
         except ValueError:  # of a builtin
             signature = inspect.signature(lambda *args, **kwargs: None)  # noqa: ARG005
         by_itself = functools.partial(_forward, weakref.ref(self))
-        name = f"graphed {getattr(model, '__name__', type(model).__name__)}"
+        title = getattr(model, "__qualname__", type(model).__name__)
+        name = f"graphed {title.rpartition('<locals>.')[2]}"
         learner = Learner(model, signature, settings, name)
         self.__dict__.update(
             _untraced=torch.compiler.disable(by_itself),
@@ -641,7 +642,7 @@ class _Generate:
             if any(cache.is_sliding):
                 self._tell(
                     "no graph serves a sliding window: for shorter texts, if all layers have "
-                    "one, set config.sliding_window = None before"
+                    "one, set model.config.sliding_window = None before graphed_generate"
                 )
         self._caches[key] = cache  # the last one used
         cache.reset()

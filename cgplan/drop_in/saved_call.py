@@ -143,7 +143,7 @@ def config_text(
         made_by = {"target": "cgplan.drop_in:as_called", "kwargs": made_by}
         key = "model.kwargs.target"
     values["model"] = made_by | values.get("model", {})
-    notes = ["Written by cgplan, which inferred:", *kind.notes]
+    notes = ["Written by cgplan, which saw calls of this kind:", *kind.notes]
     for name in sorted(kind.grows):
         notes.append(f"To correct: dims.{name}.max, a guess from calls")
     if target is None:

@@ -126,7 +126,9 @@ def test_init_of_one_call_captures_as_it_is(home: Path) -> None:
     config = load_config("my.yaml")
     assert config.inputs["x"].shape == ("batch", 8)
     assert config.device == "auto"
-    assert text.startswith("# Written by cgplan, which inferred:\n# batch: dimension 0 of x")
+    assert text.startswith(
+        "# Written by cgplan, which saw calls of this kind:\n# batch: dimension 0 of x"
+    )
     assert "# To correct: dims.batch.max, a guess from calls" in text
     result = good("capture", "my.yaml", "--device", "cpu", "--json")
     assert len(CaptureReport.model_validate_json(result.stdout).records) == 5
