@@ -232,6 +232,7 @@ def test_objects_in_another_state_are_another_kind(backend: GraphBackend) -> Non
         for turn in range(1, 6):
             close(g(x, cache), x + turn)
     assert replays(g) == 3 + 23
+    assert "all kinds: Cache in one of its states" in g.explain()
 
 
 def test_objects_that_the_forward_changes(backend: GraphBackend) -> None:

@@ -196,7 +196,7 @@ class Given:
     def path(self) -> Path:
         path = self.file or self.config
         if not path or path != (self.config or path):
-            raise BadParameter("give one configuration, as FILE or --config FILE")
+            raise BadParameter("there is no configuration, or two: give FILE or --config FILE")
         return path
 
     def settings(self) -> "list[str | Override]":

@@ -161,6 +161,7 @@ class Learner(Inference):
                 family.misses = 0
                 return kind, sizes
         kind = self._add_kind(call, state)
+        kind.notes += [f"{root} in one of its states" for root in roots]
         constants = constants_in(call.by_name(self.signature), "")
         count = family.calls
         for path in family.add(constants, holds_objects=bool(state)):

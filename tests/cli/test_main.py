@@ -151,6 +151,10 @@ def test_wrong_options_end_with_2(home: Path, arguments: list[str]) -> None:
     assert "Traceback" not in result.stderr
 
 
+def test_a_command_without_a_file_does_not_speak_of_a_value_that_was_given(home: Path) -> None:
+    assert "there is no configuration, or two" in unwrapped(cgplan_command("capture").stderr)
+
+
 @pytest.mark.parametrize(
     ("option", "error"),
     [
