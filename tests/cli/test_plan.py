@@ -209,7 +209,7 @@ def test_plan_for_requests_is_made_with_the_step_times_of_the_plan(home: Path) -
     insured = plan_of(*command).evidence
     assert insured is not None
     assert insured["insurance"] == 0.1
-    assert "traffic need not show, up to max_num_seqs = " in good(*command).stdout
+    assert "the largest that may come, max_num_seqs = " in unwrapped(good(*command).stdout)
     plan = plan_of(*command, "--insurance", "0")
     assert plan.capture_sizes == (1, 4)
     assert plan.evidence is not None
