@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import gc
 import time
+import weakref
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import chain
 from typing import Any, Generic, NamedTuple, TypeVar, get_args
 
 import numpy as np
@@ -50,6 +52,7 @@ _UNHELD = "; nobody holds it"
 _NO_LONGER = "; the model no longer holds it"
 _NOT_FOUND = "tensors that the walk over the model does not find"
 PROBLEMS: tuple[Problem, ...] = get_args(Problem)
+frozen = list[weakref.ref[Any]]()  # what gc.freeze() hid from gc.get_objects() in a watch
 
 
 class Owner(NamedTuple):
@@ -411,7 +414,7 @@ class Owners:
             return self._outside(address, owner, is_certain=is_certain)
         if self._is_own_pool(block.pool):
             taken = "free" if block.is_free else "taken"
-            return owner or Owner("graph pool", f"{taken} ({turns})")
+            return Owner("graph pool", f"{taken} ({turns})")
         if owner is not None and not block.is_free:
             return owner
         if block.pool == "library":
@@ -475,11 +478,9 @@ class Owners:
         of_graphs = set[int]()
         for graph in self._captured:
             of_graphs.update(map(id, graph.nodes.tensors))
-        found = list[tuple[int, int, tuple[int, int]]]()
-        for tensor, span in living_tensors():
-            if id(tensor) not in of_graphs:
-                found.append((*span, span))
-        return Stretches(found)
+        return Stretches(
+            (*span, span) for tensor, span in living_tensors() if id(tensor) not in of_graphs
+        )
 
     def _was(
         self,
@@ -531,8 +532,8 @@ def living_tensors() -> Iterator[tuple[Tensor, tuple[int, int]]]:
             yield tensor, span
 
 
-def living(kind: type[T]) -> Iterator[T]:
-    for item in gc.get_objects():
+def living(kind: Any) -> Iterator[Any]:
+    for item in chain(gc.get_objects(), (ref() for ref in frozen)):
         if issubclass(type(item), kind):
             yield item
 

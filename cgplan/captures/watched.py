@@ -6,7 +6,7 @@ Note [Kept graphs]
 
 Note [Modules of the process]
     The garbage collector lists them; Dynamo would trace a hook of torch.nn. `gc.freeze()`, which
-    engines call around captures, hides modules from the list, so they get names before.
+    engines call around captures, hides objects from the list, so they are noted before.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._prims_common import compute_required_storage_length
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from cgplan.backends import GraphBackend, select_backend
@@ -40,6 +41,7 @@ from cgplan.captures.audit import (
     ReadGraph,
     Stretches,
     blocks_of,
+    frozen,
     is_among,
     kinds_of,
     launch_of,
@@ -53,6 +55,7 @@ from cgplan.captures.audit import (
 from cgplan.captures.environment import describe_environment
 from cgplan.errors import AuditError, CgplanError, ConfigError
 from cgplan.graphs.fingerprint import Fingerprint
+from cgplan.graphs.walk import is_leaf
 from cgplan.reports.records import StaleRecord, WatchedRecord, WatchReport
 from cgplan.units import counted, format_bytes
 
@@ -66,13 +69,21 @@ class _Place(NamedTuple):
     memory: Memory  # of its elements
     whole: Memory  # of its storage
     storage: StorageWeakRef
+    holder: weakref.ref[Any]  # the module, or else the tensor
+    home: tuple[int, str]  # its id, and the last step of the path
 
 
 class Places:
     """Where tensors lie at one moment, by path and by memory."""
 
-    def __init__(self, by_path: dict[str, _Place]) -> None:
+    def __init__(
+        self,
+        by_path: dict[str, _Place],
+        roots: Collection[str],
+    ) -> None:
         self.by_path = by_path
+        self.roots = set(roots)
+        self.by_home = {place.home: place for place in by_path.values()}
         tied = dict[int, list[str]]()
         for path in sorted(by_path, key=lambda path: -by_path[path].memory[1]):
             tied.setdefault(by_path[path].memory[0], []).append(path)
@@ -82,31 +93,33 @@ class Places:
     def of(
         cls,
         roots: Mapping[str, Any],
-        device: torch.device,
     ) -> Places:
         found = dict[str, _Place]()
-        for place in Fingerprint.of(roots, device).of_tensors:
+        for place in Fingerprint.of(roots, _device()).of_tensors:
             whole = span_of(place.value)
             if whole is None:
                 continue
             memory = whole
             traits = place.traits
             if traits is not None and place.address is not None:
-                length = 1
-                for size, stride in zip(traits.shape, traits.strides, strict=True):
-                    length += (size - 1) * stride
+                length = compute_required_storage_length(traits.shape, traits.strides, 0)
                 memory = place.address, place.address + length * traits.dtype.itemsize
-            storage = StorageWeakRef(place.value.untyped_storage())
-            found[place.path] = _Place(memory, whole, storage)
-        return cls(found)
+            holder = (place.above or place).value
+            if not issubclass(type(holder), nn.Module):
+                holder = place.value
+            found[place.path] = _Place(
+                memory,
+                whole,
+                StorageWeakRef(place.value.untyped_storage()),
+                weakref.ref(holder),
+                (id(holder), place.home[1]),
+            )
+        return cls(found, roots)
 
     def living(self) -> Places:
         """Those whose memory is not freed."""
-        found = dict[str, _Place]()
-        for path, place in self.by_path.items():
-            if not place.storage.expired():
-                found[path] = place
-        return self if len(found) == len(self.by_path) else Places(found)
+        found = {path: place for path, place in self.by_path.items() if not place.storage.expired()}
+        return self if len(found) == len(self.by_path) else Places(found, self.roots)
 
     def _is_stale(
         self,
@@ -114,28 +127,41 @@ class Places:
         now: Places,
     ) -> bool:
         before = self.by_path[path]
-        found = now.by_path.get(path)
-        if found is not None and _OF_FUNCTIONS not in path:
-            return found.memory[0] != before.memory[0]
+        if _OF_FUNCTIONS not in path:
+            start = before.memory[0]
+            found = now.by_path.get(path)
+            if found is not None:
+                return found.memory[0] != start
+            if before.holder() is not None:
+                found = now.by_home.get(before.home, before)
+                if found.memory[0] != start:
+                    return True
+            owners = now.by_memory.find(start) or [path]
+            if _root(path) in now.roots and self.roots.isdisjoint(map(_root, owners)):
+                return True
         return bool(before.storage.expired())
 
     def find(
         self,
         address: int,
         now: Places,
-    ) -> tuple[str, str, bool]:
-        """The path there, the same without indices, and whether it is stale."""
+    ) -> tuple[str, bool]:
+        """The path there, and whether it is stale."""
         found = self.by_memory.find(address) or []
         paths = [path for path in found if address < self.by_path[path].memory[1]]
         stale = [path for path in paths if self._is_stale(path, now)]
-        path = (stale or paths or [""])[0]
-        return path, re.sub(r"\[\d+\]", "[*]", path), bool(stale)
+        return (stale or paths or [""])[0], bool(stale)
+
+
+def _root(path: str) -> str:
+    return re.split(r"[.\[]", path)[0]
 
 
 @dataclass(eq=False)
 class WatchedGraph:
     """``stack``: lines of the user's code, the innermost first. ``places``: at its capture, or
-    shortly before. ``stream``: the handle of the one that was captured.
+    shortly before; ``later``: at the next look-up. ``stream``: the handle of the one that was
+    captured.
     """
 
     name: str
@@ -146,6 +172,7 @@ class WatchedGraph:
     launches: list[Launch]
     reads: list[Read] = field(default_factory=list)
     proofs: dict[int, Owner] | None = None
+    later: Places | None = None
 
 
 Problem = tuple[WatchedGraph, str, str | int]  # what became of memory; its path or address
@@ -175,11 +202,6 @@ class GraphWatch:
         every_replay: bool,
     ) -> None:
         self._roots = _named(roots)
-        if any(root is None for root in self._roots.values()):
-            raise ConfigError(
-                "a root of a watch is None",
-                remedy="Give objects whose tensors graphs read.",
-            )
         self.operators = operators
         self.every_replay = every_replay
         self._graphs = weakref.WeakKeyDictionary[Any, WatchedGraph]()
@@ -189,10 +211,10 @@ class GraphWatch:
         self._kinds = Counter[str]()  # of named modules
         self._before = weakref.WeakSet((*captured, *living(torch.cuda.CUDAGraph)))
         self._known = set[Problem]()
-        self._places = Places({})
-        self._looked_up = 0.0
-        self._cost = 0.0
-        self._ended = 0  # graphs, at the last look-up
+        self._places = Places({}, ())
+        self._due = 0.0  # the next look-up
+        # graphs, at the last capture from these lines, which may be of another model
+        self._ended = dict[tuple[str, ...], int]()
         self._closing = ExitStack()
         self._closing.enter_context(_hooks())
         if every_replay:
@@ -225,21 +247,25 @@ class GraphWatch:
         """A graph was captured."""
         if self not in _open:
             return
-        frames = places_of(traceback.walk_stack(None))
-        stream: int | None = None
-        if isinstance(graph, torch.cuda.CUDAGraph):
-            stream = torch.cuda.current_stream().cuda_stream
+        stack = tuple(users_lines(places_of(traceback.walk_stack(None))))
+        is_of_torch = isinstance(graph, torch.cuda.CUDAGraph)
+        stream = torch.cuda.current_stream().cuda_stream if is_of_torch else None
+        ended = self._count - len(self._graphs)
+        if time.perf_counter() > self._due or self._ended.get(stack) != ended:
+            self._places_now()
+        self._ended[stack] = ended
+        self._places = self._places.living()
         watched = WatchedGraph(
             f"graph {self._count}",
-            tuple(users_lines(frames)),
+            stack,
             stream,
             pool,
-            self._recent_places(),
+            self._places,
             launches,
         )
         self._count += 1
         self._graphs[graph] = watched
-        if self.every_replay and isinstance(graph, torch.cuda.CUDAGraph):
+        if self.every_replay and is_of_torch:
             watched.reads = self._reads_of(watched, graph)
 
     def _reads_of(
@@ -298,42 +324,32 @@ class GraphWatch:
         if self._graphs.pop(graph, None) is not None:
             self._forgotten += 1
 
-    def _recent_places(self) -> Places:
-        age = time.perf_counter() - self._looked_up
-        if age > _SHARE * self._cost or self._ended != self._count - len(self._graphs):
-            self._places_now()
-        self._places = self._places.living()
-        return self._places
-
     def _places_now(self) -> Places:
         start = time.perf_counter()
         roots = self._roots
         if not roots:
-            self.name_modules()
+            modules = list[nn.Module]()
+            inner = set[int]()
+            for module in living(nn.Module):
+                held = vars(module).get("_modules", {})
+                if "_orig_mod" not in held:  # what torch.compile returns
+                    modules.append(module)
+                    inner.update(map(id, held.values()))
+            for module in modules:
+                if id(module) in inner or module in self._names:
+                    continue
+                kind = type(module).__name__
+                self._kinds[kind] += 1
+                number = self._kinds[kind]
+                self._names[module] = kind if number == 1 else f"{kind}#{number}"
             # the first ones first: what wraps them later gives no other paths
             roots = {name: module for module, name in self._names.items()}
-        self._places = Places.of(roots, _device())
-        self._looked_up = time.perf_counter()
-        self._cost = self._looked_up - start
-        self._ended = self._count - len(self._graphs)
+        self._places = Places.of(roots)
+        end = time.perf_counter()
+        self._due = end + _SHARE * (end - start)
+        for graph in self._graphs.values():
+            graph.later = graph.later or self._places
         return self._places
-
-    def name_modules(self) -> None:
-        """Give those a name that no other one holds."""
-        modules = list[nn.Module]()
-        inner = set[int]()
-        for module in living(nn.Module):
-            held = vars(module).get("_modules", {})
-            if "_orig_mod" not in held:  # what torch.compile returns
-                modules.append(module)
-                inner.update(map(id, held.values()))
-        for module in modules:
-            if id(module) in inner or module in self._names:
-                continue
-            kind = type(module).__name__
-            self._kinds[kind] += 1
-            number = self._kinds[kind]
-            self._names[module] = kind if number == 1 else f"{kind}#{number}"
 
     def _backend_of_graphs(self) -> GraphBackend:
         is_of_torch = any(isinstance(graph, torch.cuda.CUDAGraph) for graph in self._graphs)
@@ -389,8 +405,8 @@ class GraphWatch:
         """Look up each pointer of each graph that lives.
 
         ``roots`` are objects by name: owners of memory ahead of those that the watch knows; paths
-        of stale tensors are of ``watch``. Raises ConfigError for one without tensors, BackendError
-        without cuda-bindings or a recent driver.
+        of stale tensors are of ``watch``. Raises ConfigError as ``watch``, BackendError without
+        cuda-bindings or a recent driver.
         """
         return self._check(roots)[0]
 
@@ -401,7 +417,15 @@ class GraphWatch:
                 continue
             with suppress(RuntimeError):  # torch's: it was reset while no watch was open
                 nodes = backend.nodes(graph)
-                found.append(ReadGraph(watched, 0, nodes, watched.launches, watched.proofs))
+                found.append(
+                    ReadGraph(
+                        watched,
+                        0,
+                        nodes,
+                        watched.launches,
+                        watched.proofs,
+                    )
+                )
         return found
 
     def _check(
@@ -418,16 +442,17 @@ class GraphWatch:
         read = time.perf_counter()
         places = self._places_now()
         at_capture = dict[int, str]()
-        for then in dict.fromkeys(graph.key.places for graph in graphs):
+        late = [graph.key.later for graph in graphs]
+        for then in dict.fromkeys(late + [graph.key.places for graph in graphs]):
             for path, place in then.by_path.items():
                 if _OF_FUNCTIONS not in path:
                     at_capture[place.memory[0]] = path
 
         # the first owner of memory counts
-        owned = (*_places_of_each(roots), *places.by_path.items())
+        given = Places.of(_named(roots))
+        owned = (*given.by_path.items(), *places.by_path.items())
         state = [(*place.memory, Owner("state", path)) for path, place in owned]
-        for path, place in owned:
-            state.append((*place.whole, Owner("state", path)))
+        state += [(*place.whole, Owner("state", path)) for path, place in owned]
         owners = Owners(
             backend,
             graphs,
@@ -451,13 +476,14 @@ class GraphWatch:
             notes.append(f"{counted(gone, 'graph')} captured and gone: check while they live")
         records = list[WatchedRecord]()
         for graph in graphs:
-            kinds = kinds_of(counts[graph.key])
+            watched = graph.key
+            kinds = kinds_of(counts[watched])
             records.append(
                 WatchedRecord(
-                    name=graph.key.name,
-                    line=graph.key.stack[0],
-                    stack=graph.key.stack,
-                    stream=graph.key.stream,
+                    name=watched.name,
+                    line=watched.stack[0],
+                    stack=watched.stack,
+                    stream=watched.stream,
                     nodes=len(graph.nodes.names),
                     opaque=graph.nodes.opaque,
                     words=kinds.total(),
@@ -504,7 +530,7 @@ def watch(
         every_replay: A replay of a CUDA graph raises AuditError if memory that the graph reads
             was freed. Captures and replays are slower.
 
-    Raises ConfigError for roots without names.
+    Raises ConfigError for roots without names, or that cannot hold tensors.
     """
     return GraphWatch(roots, operators=operators, every_replay=every_replay)
 
@@ -553,8 +579,7 @@ def _hooks() -> Iterator[None]:
     by_python = gc.freeze
 
     def freeze() -> None:
-        for watch in list(_open):
-            watch.name_modules()
+        frozen[:] = map(weakref.ref, living((Tensor, nn.Module, graphs)))
         by_python()
 
     of_graphs = replaced(
@@ -590,18 +615,14 @@ def _named(roots: Any) -> dict[str, Any]:
             f"the roots of a watch are a {type(roots).__name__}",
             remedy="""Name each object: {"model": model}.""",
         )
-    return {str(name): root for name, root in roots.items()}
-
-
-def _places_of_each(roots: Any) -> Iterator[tuple[str, _Place]]:
-    for name, root in _named(roots).items():
-        found = Places.of({name: root}, _device()).by_path
-        if not found:
+    named = {str(name): root for name, root in roots.items()}
+    for name, root in named.items():
+        if is_leaf(root):
             raise ConfigError(
-                f"the root {name!r} of a check holds no tensor",
+                f"the root {name!r} holds no tensor",
                 remedy="Give objects whose tensors graphs read.",
             )
-        yield from found.items()
+    return named
 
 
 def _classified(
@@ -619,12 +640,15 @@ def _classified(
         if owner is None:
             continue
         watched: WatchedGraph = pointer.graph.key
-        path, name, is_stale = find(watched.places, pointer.address, now)
-        name = name or owner.name
+        path, is_stale = find(watched.places, pointer.address, now)
+        is_known = bool(path)
+        if not is_known:
+            path, is_stale = find(watched.later, pointer.address, now)
+        name = re.sub(r"\[\d+\]", "[*]", path) or owner.name
         totals[name] += 1
         is_problem = owner.kind in PROBLEMS
         if is_problem or (is_stale and owner.kind not in ("graph pool", "proven", "disproven")):
-            if path or launch_of(pointer, owner.kind)[1]:
+            if is_known or launch_of(pointer, owner.kind)[1]:
                 became = owner.kind if is_problem else "moved"
                 problem = watched, became, path or pointer.address
                 found.append(_Stale(problem, name, pointer, owner))

@@ -44,8 +44,9 @@ def run_watch(
             report = load_report(file)
             if isinstance(report, WatchReport) and (report.graphs or report.gone):
                 found.append((file.stem, report))
-    if not found and code < 0:
-        note(f"cgplan watch: the program died of signal {-code} before it told of its graphs.")
+        is_silent = len(os.listdir(folder)) > len(files)  # sitecustomize.py leaves a file
+    if is_silent and not found:
+        note("cgplan watch: a process died, or called os._exit, before it told of its graphs.")
     elif not found:
         from cgplan.captures.watched import watch
 
@@ -59,7 +60,6 @@ def run_watch(
     found.sort(
         key=lambda item: (_freed(item[1]), len(item[1].stale), len(item[1].graphs)), reverse=True
     )
-    freed = 0
     is_saved = is_first_rank()  # the first process
     for process, report in found:
         if len(found) > 1:
@@ -73,7 +73,7 @@ def run_watch(
                 html=request.html if is_saved else None,
             )
         is_saved = False
-        freed += _freed(report)
+    freed = sum(_freed(report) for _, report in found)
     if code:
         raise Exit(code if code > 0 else 128 - code)
     if freed:
@@ -84,11 +84,8 @@ def run_watch(
 
 
 def _freed(report: WatchReport) -> int:
-    pointers = 0
-    for part in report.stale:
-        if part.problem in ("free block", "unmapped"):
-            pointers += part.pointers
-    return pointers
+    kinds = ("free block", "unmapped")
+    return sum(part.pointers for part in report.stale if part.problem in kinds)
 
 
 def _run(command: Sequence[str], environment: dict[str, str], output: TextIO | None) -> int:

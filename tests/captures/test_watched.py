@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import cgplan
 from cgplan import GraphRunner, GraphWatch
 from cgplan.backends import GraphBackend, select_backend
+from cgplan.captures import watched
 from cgplan.errors import AuditError, CgplanError, ConfigError
 from cgplan.reports import load_report, render_text
 from cgplan.reports.records import WatchReport
@@ -266,6 +267,63 @@ def test_models_of_frozen_objects_have_paths(backend: GraphBackend, capture: Any
         assert replay is not None
 
 
+def test_what_is_frozen_after_its_capture_is_held(backend: GraphBackend, capture: Any) -> None:
+    device = backend.device
+    with torch.no_grad(), cgplan.watch() as watch:
+        model = made(device)
+        nameless = nn.Linear(64, 64).to(device).requires_grad_(False)
+        model.others = {nameless.weight, nameless.bias}  # no paths
+        replay = capture(model, device)
+        replay(torch.zeros(4, 64, device=device))
+        gc.freeze()
+        try:
+            assert not watch.check().stale
+            old = replace_scale(model)
+            assert {found.problem for found in watch.check().stale} <= {"unowned block", "moved"}
+            assert stale(watch.check()).keys() == {"Model.scale"}
+        finally:
+            gc.unfreeze()
+        assert replay is not None
+        assert old is not None
+
+
+def test_a_model_that_is_captured_right_after_another_has_paths(
+    backend: GraphBackend, capture: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other lines capture it."""
+    monkeypatch.setattr(watched, "_SHARE", 1e9)  # no capture is late enough for a look-up
+    device = backend.device
+    with torch.no_grad(), cgplan.watch() as watch:
+        first = made(device)
+        replay = capture(first, device)
+        second = made(device)
+        other = capture(second, device)
+        kept = replace_scale(second)
+        report = watch.check()
+        assert [found.name for found in report.stale] == ["Model#2.scale"]
+        assert report.stale[0].graphs == (report.graphs[-1].name,)
+        assert replay is not other
+        assert kept is not None
+
+
+def test_a_baseline_gives_paths_to_what_was_captured_before(
+    backend: GraphBackend, capture: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watched, "_SHARE", 1e9)
+    models = list[Model]()
+    replays = list[Replay]()
+    with torch.no_grad(), cgplan.watch() as watch:
+        for _ in range(2):
+            models.append(made(backend.device))
+            replays.append(capture(models[-1], backend.device))
+        assert not watch.baseline().stale
+        for _ in range(2):  # the first one's place is the captured one
+            kept = replace_scale(models[1])
+            assert stale(watch.changed()).keys() == {"Model#2.scale"}
+        assert kept is not None
+        assert len(replays) == 2
+
+
 def test_what_was_stale_before_hides_no_other_layer(backend: GraphBackend, capture: Any) -> None:
     device = backend.device
     with torch.no_grad(), cgplan.watch() as watch:
@@ -510,6 +568,77 @@ def test_what_wraps_a_model_later_or_goes_leaves_its_pointers_live(
         assert other is not wrapper
 
 
+class Quantised(nn.Module):
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.qweight = layer.weight * 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.qweight.t()
+
+
+def test_a_module_that_another_one_replaces_has_moved_while_something_holds_it(
+    backend: GraphBackend, capture: Any
+) -> None:
+    device = backend.device
+    with torch.no_grad(), cgplan.watch() as watch:
+        model: Any = made(device)
+        replay = capture(model, device)
+        assert not watch.baseline().stale
+        old = model.layers[1].qkv
+        model.layers[1].qkv = Quantised(old)
+        report = watch.changed()
+        assert {"Model.layers[*].qkv.weight", "Model.layers[*].qkv.bias"} <= stale(report).keys()
+        assert {found.problem for found in report.stale} == {"moved"}
+        assert replay is not None
+
+
+@pytest.mark.parametrize("has_roots", [False, True])
+def test_a_weight_that_is_replaced_in_a_module_with_another_path_has_moved(
+    backend: GraphBackend, capture: Any, has_roots: bool
+) -> None:
+    device = backend.device
+    first: Any = nn.Module()
+    model: Any = made(device)
+    with torch.no_grad(), cgplan.watch({"f": first, "m": model} if has_roots else None) as watch:
+        replay = capture(model, device)
+        assert not watch.baseline().stale
+        layers = model.layers
+        model.layers = nn.Sequential(*layers)
+        model.layers[0] = nn.Sequential(layers[0])
+        first.shared = model.layers[2]
+        assert not watch.changed().stale
+        for layer in layers:
+            old = layer.qkv.weight
+            layer.qkv.backup = old  # a path
+            layer.qkv.weight = nn.Parameter(old.clone(), requires_grad=False)
+        report = watch.changed()
+        assert {found.problem for found in report.stale} == {"moved"}
+        assert sum(found.pointers for found in report.stale) >= 3
+        assert all(found.name.endswith("layers[*].qkv.weight") for found in report.stale)
+        assert replay is not None
+
+
+def test_a_module_whose_wrapper_is_dropped_is_live(backend: GraphBackend) -> None:
+    class Wrapper(nn.Module):
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__()
+            self.model = model
+
+    device = backend.device
+    with torch.no_grad(), cgplan.watch() as watch:
+        model = made(device)
+        wrapper = Wrapper(model)
+        replay = by_cgplan(model, device)
+        assert not watch.baseline().stale
+        wrapper.model, wrapper.renamed = nn.Identity(), model
+        assert not watch.changed().stale
+        del wrapper
+        gc.collect()
+        assert not watch.changed().stale
+        assert replay is not None
+
+
 def test_a_model_that_builds_modules_is_compiled(backend: GraphBackend) -> None:
     def forward(x: Tensor) -> Tensor:
         return nn.Identity()(x) + 1
@@ -588,7 +717,7 @@ def test_a_root_of_a_check_without_tensors_is_refused(backend: GraphBackend) -> 
     with torch.no_grad(), cgplan.watch() as watch:
         model = made(backend.device)
         replay = by_cgplan(model, backend.device)
-        with pytest.raises(ConfigError, match="the root 'cache' of a check holds no tensor"):
+        with pytest.raises(ConfigError, match="the root 'cache' holds no tensor"):
             watch.check({"model": model, "cache": None})
         assert not watch.check({"model": model, "again": model}).stale
         assert replay is not None
@@ -607,8 +736,16 @@ def test_roots_without_names_are_refused(backend: GraphBackend) -> None:
         cgplan.watch([made(backend.device)])  # type: ignore[arg-type]
     with cgplan.watch() as watch, pytest.raises(ConfigError, match="are a Model"):
         watch.check(made(backend.device))  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="a root of a watch is None"):
-        cgplan.watch({"model": None})
+
+
+@pytest.mark.parametrize(
+    "empty", [None, 3, "model", (value for value in nn.Linear(2, 2).parameters())]
+)
+def test_a_root_of_a_watch_without_tensors_is_refused(backend: GraphBackend, empty: Any) -> None:
+    with pytest.raises(ConfigError, match="the root 'model' holds no tensor"):
+        cgplan.watch({"other": [], "model": empty})
+    with cgplan.watch() as watch, pytest.raises(ConfigError, match="'model' holds no tensor"):
+        watch.check({"model": empty})
 
 
 def test_a_closed_watch_is_not_entered_again(backend: GraphBackend) -> None:

@@ -36,6 +36,8 @@ print("served", tuple(runner(x=torch.ones(2, 8, device=device)).shape), flush=Tr
 what = sys.argv[1] if len(sys.argv) > 1 else ""
 if what == "reload":
     net.linear.weight = nn.Parameter(net.linear.weight.clone())
+elif what == "skip":
+    os._exit(0)
 elif what == "wait":
     time.sleep(60)
 elif what.isdigit():
@@ -212,4 +214,33 @@ def test_a_program_that_is_killed_could_not_tell(tmp_path: Path) -> None:
     program.write_text("import os, signal, torch\nos.kill(os.getpid(), signal.SIGKILL)\n")
     done = run(sys.executable, str(program))
     assert done.returncode == 128 + signal.SIGKILL
-    assert "died of signal 9 before it told of its graphs" in done.stderr
+    assert "died, or called os._exit, before it told of its graphs" in done.stderr
+    assert "no process loaded PyTorch" not in done.stderr
+    assert not done.stdout
+
+
+def test_a_program_that_skips_its_exit_handlers_could_not_tell(serve: str) -> None:
+    done = run(sys.executable, serve, "skip", options=("--json",))
+    assert done.returncode == 0
+    assert "died, or called os._exit, before it told of its graphs" in done.stderr
+    assert "no process loaded PyTorch" not in done.stderr
+    assert not done.stdout
+
+
+TWO = (
+    SERVE.partition("what = ")[0]
+    + """
+other = Net().to(device).eval().requires_grad_(False)
+second = cgplan.capture(other, {"x": x}, compilation={"cudagraph_capture_sizes": [1]}, device=device)
+kept = other.linear.weight
+other.linear.weight = nn.Parameter(kept.clone())
+"""
+)
+
+
+def test_a_second_model_has_paths(tmp_path: Path) -> None:
+    program = tmp_path / "two.py"
+    program.write_text(TWO)
+    done = run(sys.executable, str(program), options=("--json",))
+    report = json.loads(done.stdout)
+    assert [found["name"] for found in report["stale"]] == ["Net#2.linear.weight"], done.stderr

@@ -53,11 +53,13 @@ def _watch() -> None:
     )
     watch = begin()
     process = os.getpid()
+    folder = Path(os.environ["CGPLAN_WATCH"])
+    (folder / str(process)).touch()  # until it tells
 
     def tell(*, prints: bool = False) -> None:
         if os.getpid() != process:  # a fork that has graphs of its parent alone
             return
-        file = Path(os.environ["CGPLAN_WATCH"]) / str(process)
+        file = folder / str(process)
         try:
             report = watch.check()
             file.write_text(report.model_dump_json(), encoding="utf-8")
