@@ -44,8 +44,8 @@ def run_watch(
             report = load_report(file)
             if isinstance(report, WatchReport) and (report.graphs or report.gone):
                 found.append((file.stem, report))
-        is_silent = len(os.listdir(folder)) > len(files)  # sitecustomize.py leaves a file
-    if is_silent and not found:
+        is_silent = not files and os.listdir(folder)  # sitecustomize.py leaves a file
+    if is_silent:
         note("cgplan watch: a process died, or called os._exit, before it told of its graphs.")
     elif not found:
         from cgplan.captures.watched import watch
