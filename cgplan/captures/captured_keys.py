@@ -239,7 +239,7 @@ class CapturedKeys:
             self._free_all()
             self.graphs.ranks.dropped()
             done = 0
-        if self.graphs.real_rows is not None:
+        if self.graphs.real_rows is not None:  # else rows would pass for the model's writes
             self.graphs.buffers.fill_padding()
 
     def _capture_one(

@@ -7,8 +7,9 @@ Note [Captures without a warm-up]
     have a warm-up for each key, compiled code until two keys in a row compiled nothing in theirs.
     After a compilation alone the key is tried again, with a warm-up. Else all are captured again
     with warm-ups, in a new pool: what the model keeps has been replayed once, and lies where no
-    graph writes. A failed capture cannot be replayed, so the smallest key of a lane runs ahead of
-    captures: a model that keeps something for each size shows it there.
+    graph writes; and where one key failed for no known reason, others may, too. A failed capture
+    cannot be replayed, so the smallest key of a lane runs ahead of captures: a model that keeps
+    something for each size shows it there.
 """
 
 from __future__ import annotations

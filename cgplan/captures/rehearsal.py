@@ -247,7 +247,7 @@ class Rehearsal:
 
     @property
     def left(self) -> str:
-        """Paths that the last run changed, unlike others."""
+        """Paths of Python that the last run changed, and of tensors that not each run wrote."""
         return listed([*self.changes, *self.put_back.newly_written])
 
     def refuse_changed(self, what: str) -> None:

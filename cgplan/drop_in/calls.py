@@ -370,13 +370,13 @@ class Calls:
             return "no graph may be captured inside capture_allowed(False)"
         error = self._capture(kind, sizes, tensors)
         while error:
-            # once more where the failure taught something
+            # again, as long as a failure teaches something; a kind that is given up may not
             if not self.learner.relearn(kind):
                 if self._settings.strict:
                     raise error
                 is_padding = isinstance(error, ModelError | OutputShapeError)
                 text = f"no graph could be captured: {error.message}"
-                self.learner.give_up(kind, text, keeps_exact=is_padding)
+                self.learner.give_up(kind, text, tries_exact=is_padding)
             if not kind.may_capture or kind not in self.learner.kinds:
                 return kind.eager_reason or error.message
             error = self._capture(kind, sizes, tensors)

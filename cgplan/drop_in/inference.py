@@ -89,7 +89,7 @@ class Settings:
             "outputs": self.outputs,
             "verify": self.verify,
             **(self.compilation or {}),
-            "strict": True,
+            "strict": True,  # captures raise, and ``graphed`` decides
             "ignore": self.ignore,
             "address_check": "off",
         }

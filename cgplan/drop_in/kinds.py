@@ -164,7 +164,7 @@ class Kind:
         is_moved: bool,
     ) -> None:
         """Free a changed model's graphs. If tensors only moved, the next call captures. A kind
-        without a call since its capture begins anew: its model changes too often.
+        whose graphs served no call yet begins anew: its model changes too often.
         """
         served = False
         if self.runner is not None:
@@ -312,8 +312,8 @@ class Kind:
             if rest or factor <= 0 or offset < 0:
                 continue
             follows = True
-            for sizes, value in values:
-                follows &= value == factor * sizes[name] + offset
+            for others, value in values:
+                follows &= value == factor * others[name] + offset
             if follows:
                 text = name if factor == 1 else f"{factor} * {name}"
                 return f"{text} + {offset}" if offset else text
@@ -328,8 +328,8 @@ class Kind:
         extents: list[int | str],
         shape: torch.Size,
     ) -> Shape:
-        """Of dimensions that equal the only size of a name that was seen, those where an input has
-        the name, if there are any.
+        """If an input has a name in one of the dimensions that equal it, the others equal it by
+        chance: they keep their number.
         """
         for name in self.names:
             seen = {point.sizes[name] for point in self._points}

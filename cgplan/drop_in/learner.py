@@ -278,6 +278,7 @@ class Learner(Inference):
             kind.requires_grad = tuple(leaf.requires_grad for leaf in leaves)
 
     def relearn(self, kind: Kind) -> bool:
+        """Whether the kind was not as learnt; then it has no graphs."""
         seen = dict(kind.forward.outputs)
         if self.detector is not None and self.free_if_changed():
             kind.forward.outputs |= seen
@@ -306,9 +307,10 @@ class Learner(Inference):
         kind: Kind,
         reason: str,
         *,
-        keeps_exact: bool = True,
+        tries_exact: bool = True,
     ) -> None:
-        if kind.is_exact or not keeps_exact:
+        """``tries_exact``: a kind without padding may take its place."""
+        if kind.is_exact or not tries_exact:
             kind.run_eagerly(reason)
             self.tell_once(reason)
             return

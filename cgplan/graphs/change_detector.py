@@ -1,4 +1,4 @@
-"""Whether a model is still as its fingerprint says, for about a microsecond a call.
+"""Whether a model is still as its fingerprint says, for a microsecond and its addresses a call.
 
 Note [Watched dicts and classes]
     CPython 3.12 reports changes of dicts and classes to a callback, which sets a flag alone, since
@@ -153,7 +153,7 @@ class ChangeDetector:
         at_once: bool = False,
     ) -> None:
         self.record = record
-        self._is_whole = places is None
+        is_whole = places is None
         self._flag = [False]  # what is watched was written
         if places is None:
             places = record.places.values()
@@ -182,7 +182,7 @@ class ChangeDetector:
             if id(extent.value) not in self._watched:
                 others.append(compared)
         for stateful in record.stateful:
-            if self._is_whole and (at_once or stateful.is_small):
+            if is_whole and (at_once or stateful.is_small):
                 others.append((Via(stateful, _state), 0, stateful.state, None))
         is_told = self._watched and _watcher("Dict") is not None
         most_tensors, most_others = _WITH_WATCHER if is_told else _WITHOUT_WATCHER
@@ -238,9 +238,11 @@ class ChangeDetector:
         return is_steady or id(container) in self._watched
 
     def holds(self) -> bool:
-        """Looks at the flag, all addresses, and the next places in rotation."""
+        """Looks at the flag, all addresses, and the next places in rotation. If False,
+        ``holds_all`` or ``changes`` decides.
+        """
         if self._flag[0] or [*map(_address_of, self._tensors)] != self._addresses:
-            return not self._is_whole and self.holds_all()
+            return False
         if not self._chunks:
             return True
         chunk = self._chunks[self._at]

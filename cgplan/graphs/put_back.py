@@ -3,8 +3,8 @@
 Note [What is put back]
     Tensors and attributes, not other containers; dicts lose what they got if no graph stays. Small
     storages are rewound before each run: positions must not run past a cache. What was made on
-    first use stays, as captures rely on it, as does what other attributes got first.
-    ``PutBack._first_use`` says what that is.
+    first use stays, as captures rely on it; then other attributes keep what the first run left,
+    which may belong to it. ``PutBack._first_use`` says what that is.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class _PathChanges:
 
 
 class _Run(NamedTuple):
-    """``is_eager``: no capture, and it ran to its end."""
+    """``is_eager``: no capture, and it ran to its end; a look counts."""
 
     key: Key | None
     is_eager: bool
@@ -153,7 +153,7 @@ class PutBack:
         self._paths = defaultdict[str, _PathChanges](_PathChanges)
         self.key: Key | None = None  # of the next run
         self._runs = list[_Run]()  # numbered from 1
-        self._restored_after = 0  # the last run before attributes were put back
+        self._restored_after = 0  # the last run before attributes were first put back
         self.copied = Counter[Outcome]()  # bytes
         self._keeps_first_use = True
         self.newly_written: list[str] = []
@@ -340,7 +340,8 @@ class PutBack:
         seen    only runs wrote it that left entries in containers, which stay
         None    not one run, or a capture wrote it, or it is large
         None    only captures, or other sizes, came after that run
-        None    that run changed a flag: put back, it lets the next run write again
+        None    that run changed a flag, of an engine's code or where first use is undone: put
+                back, it lets the next run write again
         hidden  the flag is one that no walk sees
         """
         is_of_one_run = len(written.runs) == 1

@@ -235,7 +235,7 @@ class GraphRunner:
                 call = None
             if call is None:
                 call, values = self._look_up(inputs, flags, key)
-            # equal shapes in another layout or mode
+            # equal shapes, other strides or inference mode
             elif call is self._last and not is_alike:
                 call.is_alike = alike_to(values)
             self._last = call

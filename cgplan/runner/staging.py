@@ -101,13 +101,13 @@ class StagedBuffers(Mapping[str, Tensor]):
                 self._has_run = True
                 if launcher.graphs.outputs.clone:
                     self._output = call.output()
+            last = launcher.last_staged
+            launcher.last_staged = self
+            if last is not None and last is not self:
+                last.drop_output()
         finally:
             self._entered = None
             launcher.use.release()
-        last = launcher.last_staged
-        launcher.last_staged = self
-        if last is not None and last is not self:
-            last.drop_output()
 
     @property
     def output(self) -> Any:
