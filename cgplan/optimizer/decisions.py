@@ -24,6 +24,7 @@ from cgplan.optimizer.propose import (
 )
 from cgplan.planning import Plan, build_plan
 from cgplan.planning.costs import GraphCosts
+from cgplan.planning.plan import budget_of
 from cgplan.traffic.histogram import Goal, Service, Traffic
 from cgplan.traffic.simulation import (
     RequestTrace,
@@ -41,7 +42,9 @@ OTHER_SHARES = (0.1, 0.05, 0.025)  # of the steps, for each other load; the firs
 GIVEN_UP = 0.003  # makes the mean step of the load itself at most so much longer
 # requests, beyond which less is shown and tried; first plans and modes are of so many
 LARGE = 200_000
-MOST_FOR_SLO = 128  # graphs that an SLO is tried with
+# Graphs that an SLO is tried with, and the most: p99 need not fall with more of them
+FOR_SLO = (*range(1, 33), *range(36, 128, 4))
+MOST_FOR_SLO = 128
 # Changes of a figure by other bounds: worth a word, too large a loss, and none
 NOTABLE = 0.05
 MOST_LOSS = 0.1
@@ -105,6 +108,7 @@ class Planner:
     def __post_init__(self) -> None:
         self._higher = list[Traffic]()
         self._today: Plan | None = None
+        self._tried = 0  # plans, for the SLO
         self._modes = MODES
         if self.apart or self.times.full_of_decode:  # FULL graphs run decode alone
             self._modes = [mode for mode in MODES if mode.mixed_mode() is not CUDAGraphMode.FULL]
@@ -143,6 +147,7 @@ class Planner:
             planned = self._planned(chosen)
             weighed[0] = chosen, planned
         by_mode = {made.plan.mode: made for _, made in weighed}
+        misses = dict[CUDAGraphMode, Miss]()
         notes = list[str]()
         miss = None
         if slo:
@@ -150,15 +155,18 @@ class Planner:
             said = "holds without graphs, too; those worth it stay"
             if not miss.holds or not self._worst_miss(config, build_plan(_eager(config))).holds:
                 held = []
+                least = math.inf
                 for pair in weighed[:1] if self._is_large else weighed:
-                    fewest, its = self._within_slo(*pair)
+                    fewest, its = self._within_slo(*pair, least)
                     by_mode[fewest.plan.mode] = fewest
                     graphs = math.inf
                     if its.holds:
                         graphs = fewest.plan.num_graphs
-                    held.append((graphs, fewest, its))
-                _, planned, miss = min(held, key=itemgetter(0))
-                said = f"is missed with each number of graphs tried: {miss.text}"
+                        least = min(least, graphs)
+                    held.append((graphs, fewest.run.expected_us, fewest, its))
+                    misses[fewest.plan.mode] = its
+                *_, planned, miss = min(held, key=itemgetter(0, 1))
+                said = f"is missed by each of the {self._tried} plans tried: {miss.text}"
                 if miss.holds:
                     said = f"holds with {planned.plan.graph_words}, the fewest of those tried"
             share = miss.service.unmeasured
@@ -166,7 +174,7 @@ class Planner:
                 said += f"; {share:.2%} of the steps are extrapolated"
             notes.append(f"SLO {', '.join(map(str, slo))} {said}")
         if self.any_mode:
-            notes += self._mode_notes(by_mode, by_mode[self._today.mode], planned)
+            notes += self._mode_notes(by_mode, by_mode[self._today.mode], planned, misses)
         return self._with_evidence(config, planned, notes, miss)
 
     def check(self, config: Config, plan: Plan) -> PlanCheck:
@@ -271,7 +279,16 @@ class Planner:
         return fits.with_plan(budget={**fits.plan.budget, "max_graphs": most})
 
     def _for_loads(self, config: Config, of_first: bool) -> PlannedGraphs:
-        """For steps as they are with the plan, and with all graphs that vLLM captures."""
+        """For steps as they are with the plan, and with all graphs that vLLM captures; without
+        limits of memory and time, if they pay for it.
+        """
+        free = config.with_values("budget", memory=None, capture_time=None)
+        if free.budget != config.budget:
+            planned = self._for_loads(free, of_first)
+            inputs = replace(planned.inputs, config=config)
+            if inputs.pays_for(inputs.limits(0), planned.plan.keys):
+                planned = replace(planned, inputs=inputs)
+                return planned.with_plan(budget=budget_of(config))
         others = self._others(config)
 
         def planned_for(steps: list[tuple[Traffic, float]], share: float) -> PlannedGraphs:
@@ -402,6 +419,7 @@ class Planner:
         by_mode: Mapping[CUDAGraphMode, PlannedGraphs],
         asked: PlannedGraphs,
         best: PlannedGraphs,
+        misses: Mapping[CUDAGraphMode, Miss],
     ) -> Iterator[str]:
         if self._is_large:
             yield f"modes were weighed for the first {LARGE:,} requests"
@@ -418,6 +436,13 @@ class Planner:
             if planned is not best:
                 own = planned.run.expected_us
                 took = f"{format_microseconds(own)} a step ({own / step - 1:+.2%})"
+                if self._requests:
+                    took += " of its own batches"
+                miss = misses.get(planned.plan.mode)
+                if miss and miss.holds:
+                    took += ", the SLO holds"
+                elif miss:
+                    took += f", the SLO is missed: {miss.text}"
                 yield f"mode {planned.plan.mode}: {planned.plan.graph_words}, {took}"
 
     # --- what requests get ------------------------------------------------------------------------
@@ -457,9 +482,10 @@ class Planner:
         self,
         config: Config,
         planned: PlannedGraphs,
+        enough: float,
     ) -> tuple[PlannedGraphs, Miss]:
-        """The fewest graphs of those tried, by halving, that hold the SLO; else the plan as it is,
-        or one that comes notably nearer.
+        """The fewest graphs of ``FOR_SLO`` that hold the SLO, else the plan as it is, or one that
+        comes notably nearer. Where the most miss it, those from ``enough`` on are not tried.
         """
         first = self._worst_miss(config, planned.plan)
         found = [(planned, first)]
@@ -473,21 +499,19 @@ class Planner:
             found.append((made, miss))
             return miss.holds
 
-        most = config.budget.max_graphs or MOST_FOR_SLO
-        if not first.holds and not holds_with(most):
+        if first.holds or holds_with(config.budget.max_graphs or MOST_FOR_SLO):
+            enough = math.inf
+        most = min(enough, found[-1][0].plan.num_graphs)
+        for graphs in FOR_SLO[:: 4 if self._is_large else 1]:
+            if graphs >= most or holds_with(graphs):
+                break
+        self._tried += len(found)
+        held = [pair for pair in found if pair[1].holds]
+        if not held:
             other, nearest = min(found, key=lambda pair: pair[1].share)
             if 1 + nearest.share < (1 + first.share) * (1 - NOTABLE):
                 return other, nearest
             return planned, first
-        low = 0
-        high = planned.plan.num_graphs if first.holds else most
-        while high - low > 1:
-            middle = (low + high) // 2
-            if holds_with(middle):
-                high = middle
-            else:
-                low = middle
-        held = [pair for pair in found if pair[1].holds]
         fewest, miss = min(held, key=lambda pair: pair[0].plan.num_graphs)
         if fewest is planned:
             return planned, miss
