@@ -42,9 +42,7 @@ OTHER_SHARES = (0.1, 0.05, 0.025)  # of the steps, for each other load; the firs
 GIVEN_UP = 0.003  # makes the mean step of the load itself at most so much longer
 # requests, beyond which less is shown and tried; first plans and modes are of so many
 LARGE = 200_000
-# Graphs that an SLO is tried with, and the most: p99 need not fall with more of them
-FOR_SLO = (*range(1, 33), *range(36, 128, 4))
-MOST_FOR_SLO = 128
+MOST_FOR_SLO = 128  # graphs that an SLO is tried with; p99 need not fall with more
 # Changes of a figure by other bounds: worth a word, too large a loss, and none
 NOTABLE = 0.05
 MOST_LOSS = 0.1
@@ -155,17 +153,17 @@ class Planner:
             said = "holds without graphs, too; those worth it stay"
             if not miss.holds or not self._worst_miss(config, build_plan(_eager(config))).holds:
                 held = []
-                least = math.inf
+                least = MOST_FOR_SLO
                 for pair in weighed[:1] if self._is_large else weighed:
                     fewest, its = self._within_slo(*pair, least)
                     by_mode[fewest.plan.mode] = fewest
                     graphs = math.inf
                     if its.holds:
                         graphs = fewest.plan.num_graphs
-                        least = min(least, graphs)
-                    held.append((graphs, fewest.run.expected_us, fewest, its))
+                        least = min(least, fewest.plan.num_graphs)
+                    held.append((graphs, fewest, its))
                     misses[fewest.plan.mode] = its
-                *_, planned, miss = min(held, key=itemgetter(0, 1))
+                _, planned, miss = min(held, key=itemgetter(0))
                 said = f"is missed by each of the {self._tried} plans tried: {miss.text}"
                 if miss.holds:
                     said = f"holds with {planned.plan.graph_words}, the fewest of those tried"
@@ -324,7 +322,7 @@ class Planner:
                     f"more than {GIVEN_UP:.1%} longer; with requests --scale 1,2,4 --objective "
                     "worst plans for them"
                 )
-                planned = planned.with_plan(notes=(*planned.plan.notes, note))
+                planned = planned.with_plan(lint=(*planned.plan.lint, note))
         plan = planned.plan
         if config.compilation.key_rules != "vllm_v2" or not plan.capture_sizes:
             return planned
@@ -482,10 +480,10 @@ class Planner:
         self,
         config: Config,
         planned: PlannedGraphs,
-        enough: float,
+        enough: int,
     ) -> tuple[PlannedGraphs, Miss]:
-        """The fewest graphs of ``FOR_SLO`` that hold the SLO, else the plan as it is, or one that
-        comes notably nearer. Where the most miss it, those from ``enough`` on are not tried.
+        """The fewest graphs that hold the SLO, else the plan as it is, or one that comes notably
+        nearer. Where the most miss it, numbers from ``enough`` on are not tried.
         """
         first = self._worst_miss(config, planned.plan)
         found = [(planned, first)]
@@ -500,10 +498,10 @@ class Planner:
             return miss.holds
 
         if first.holds or holds_with(config.budget.max_graphs or MOST_FOR_SLO):
-            enough = math.inf
+            enough = MOST_FOR_SLO
         most = min(enough, found[-1][0].plan.num_graphs)
-        for graphs in FOR_SLO[:: 4 if self._is_large else 1]:
-            if graphs >= most or holds_with(graphs):
+        for graphs in range(1, most, 4 if self._is_large else 1):
+            if holds_with(graphs):
                 break
         self._tried += len(found)
         held = [pair for pair in found if pair[1].holds]

@@ -594,15 +594,16 @@ def _requests(
             f"{cached / prompts:.1%} of the prompts' {prompts:,} tokens were cached, so not "
             f"prefilled: {how}"
         )
+    warnings: Iterable[str] = ()
     if not abs(start) > _CLOCK_US:
-        notes += _unit_note(requests, is_in_milliseconds=form.microseconds == 1e3)
+        warnings = _unit_note(requests, is_in_milliseconds=form.microseconds == 1e3)
     source = f"{path.name}: {len(requests)} requests"
-    return RequestTrace(requests, source, tuple(notes), bool(cached))
+    return RequestTrace(requests, source, tuple(notes), bool(cached), tuple(warnings))
 
 
 def _unit_note(requests: Sequence[Request], *, is_in_milliseconds: bool) -> Iterator[str]:
-    """A note if arrivals in the other unit make a plausible load, and in this one do not: 1 request
-    an hour to 10,000 a second, and 50 tokens a second to 1 million.
+    """A warning if arrivals in the other unit make a plausible load, and in this one do not: 1
+    request an hour to 10,000 a second, and 50 tokens a second to 1 million.
     """
     arrivals = [request.arrival_us for request in requests]
     span = max(arrivals, default=0.0) - min(arrivals, default=0.0)

@@ -55,6 +55,7 @@ class RequestTrace(NamedTuple):
     source: str = "requests"
     notes: tuple[str, ...] = ()
     cached: bool = False  # whether prompts lack the tokens that a prefix cache held
+    warnings: tuple[str, ...] = ()
 
     def hurried(self, speedup: float) -> RequestTrace:
         """The same requests, ``speedup`` times as fast. Raises TrafficError unless it is above
@@ -72,7 +73,7 @@ class RequestTrace(NamedTuple):
             arrival = each.arrival_us / speedup
             sooner.append(each._replace(arrival_us=arrival))
         source = f"{self.source}, {speedup:g} times as fast as recorded"
-        return self._replace(requests=sooner, source=source)
+        return self._replace(requests=sooner, source=source, warnings=())
 
     def first(self, most: int) -> RequestTrace:
         """The first requests to come."""
@@ -207,10 +208,15 @@ def simulate(trace: RequestTrace, bounds: SchedulerBounds, step_time: StepTime) 
         f"the server is busy {engine.busy / lasted:.0%} of the time; a request waits "
         f"{longest_wait / 1e9:.3g} s at most",
     ]
+    warnings = [*trace.warnings, *engine.overload()]
     if bounds.query_len > 1:
         advance = bounds.accepted_tokens or bounds.query_len
-        notes.append(
-            f"a decode step advances each request by {advance:g} of {bounds.query_len} tokens"
+        said = warnings
+        if bounds.accepted_tokens:
+            said = notes
+        said.append(
+            f"a decode step advances each request by {advance:g} of {bounds.query_len} tokens "
+            "(speculative.accepted_tokens)"
         )
     if bounds.ranks > 1:
         notes.append(
@@ -224,7 +230,7 @@ def simulate(trace: RequestTrace, bounds: SchedulerBounds, step_time: StepTime) 
         counts,
         trace.source,
         notes,
-        engine.overload(),
+        warnings,
         service=service,
     )
 

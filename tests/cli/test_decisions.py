@@ -355,7 +355,12 @@ def test_a_draft_model_counts_in_the_budget(home: Path) -> None:
     words = f"Plan: {plan.num_graphs} graphs ({drafts} of them of the draft model) instead of"
     good(*GIVEN, *drafted, "--output", "more.json")
     more = load_plan(home / "more.json")
-    assert words in unwrapped(good(*GIVEN, *drafted, "--max-graphs", "24", "--mode", "keep").stdout)
+    shown = unwrapped(good(*GIVEN, *drafted, "--max-graphs", "24", "--mode", "keep").stdout)
+    assert words in shown
+    accepted = "a decode step advances each request by 4 of 4 tokens"
+    assert f"warning     {accepted}" in shown
+    known = (*drafted, "--set", "speculative.accepted_tokens=4")
+    assert accepted not in " ".join(plan_of(*GIVEN, *known).evidence["warnings"])  # type: ignore[index]
     assert plan.evidence is not None
     assert "max_graphs" in plan.evidence["binding"]
     plan_of(*GIVEN, *drafted, "--max-graphs", "24", "--mode", "keep", "--output", "few.json")

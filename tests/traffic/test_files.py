@@ -508,13 +508,14 @@ def test_the_wrong_unit_of_timestamps_is_noticed(
 ) -> None:
     rows = [row | {"timestamp": i * step, "hash_ids": []} for i in range(100)]
     found = requests_of(tmp_path, lines(*rows))
-    assert [note in said for said in found.notes] == ([True] if note else [])
+    assert [note in said for said in found.warnings] == ([True] if note else [])
+    assert found.hurried(1000.0).warnings == ()
     unit = 1e3 if row is MOON_ROW else 1e6
     assert found.requests[-1].arrival_us == pytest.approx(99 * step * unit), (
-        "it is a note: nothing is changed"
+        "it is a warning: nothing is changed"
     )
     if note:
-        speedup = float(found.notes[0].rpartition(" ")[2])
+        speedup = float(found.warnings[0].rpartition(" ")[2])
         hurried = requests_of(tmp_path, lines(*rows), speedup=speedup)
         assert hurried.requests[-1].arrival_us == pytest.approx(99 * 0.5e6)
 
