@@ -1401,3 +1401,26 @@ def test_weights_that_the_first_run_makes(backend: GraphBackend) -> None:
             x = torch.randn(3, 8, device=backend.device)
             torch.testing.assert_close(g(x), net(x))
         assert g.graph_calls
+
+
+@torch.no_grad()
+def test_a_batch_that_the_model_refuses_ends_no_graphs() -> None:
+    """Its call, which would capture, raises as the model does; the next one captures."""
+    net = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 2)).eval()
+    g = cgplan.graphed(net, sizes=[4, 8])
+    good, bad = torch.tensor([1, 2, 3]), torch.tensor([1, 2, 99])
+    for ids in (good, good):
+        g(ids)
+    with pytest.raises(IndexError):
+        g(bad)
+    for _ in range(3):
+        torch.testing.assert_close(g(good), net(good))
+    assert g.graph_calls == 3
+    more = torch.tensor([1, 2, 3, 4, 5])
+    with pytest.raises(IndexError):
+        g(torch.tensor([1, 2, 3, 4, 99]))
+    for _ in range(3):
+        torch.testing.assert_close(g(more), net(more))
+    torch.testing.assert_close(g(good), net(good))
+    assert g.graph_calls == 7
+    assert [len(runner.plan.keys) for runner in g.runners] == [2]

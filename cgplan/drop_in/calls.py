@@ -245,19 +245,34 @@ class Calls:
             output = learner.learning_call(kind, sizes, call)
             self.eager["the first calls of a kind"] += 1
             return output
-        reason = kind.eager_reason or self._provide_graph(kind, sizes, tensors)
-        has_objects = bool(objects_in(call.form))
-        if reason:
-            if kind.stage is Stage.EAGER and not has_objects:
-                self._remember(key, kind)
-            return self._run_model(reason, args, kwargs)
+        refusal = kind.eager_reason or self._provide_graph(kind, sizes, tensors)
+        if refusal:
+            return self._run_refused(refusal, key, kind, call)
         assert kind.runner is not None
-        if has_objects:
+        if objects_in(call.form):
             kind.take_objects(self.pool.backend.device)
         if kind.route(sizes).missing is None:
             self._remember(key, kind)
         with kind.runner.no_capture():  # room was made for one alone
             return self._replay(kind, tensors, args, kwargs)
+
+    def _run_refused(
+        self,
+        refusal: str | ModelError,
+        key: Any,
+        kind: Kind,
+        call: Call,
+    ) -> Any:
+        """If the model's own code fails, too, the batch is at fault, and the kind stays."""
+        if isinstance(refusal, str):
+            if kind.stage is Stage.EAGER and not objects_in(call.form):
+                self._remember(key, kind)
+            return self._run_model(refusal, call.args, call.kwargs)
+        if kind.runner is not None:
+            kind.runner.retry_failed()
+        output = self._run_model(refusal.message, call.args, call.kwargs)
+        self._give_up(kind, refusal)
+        return output
 
     def _remember(
         self,
@@ -363,7 +378,7 @@ class Calls:
         kind: Kind,
         sizes: Sizes,
         tensors: list[Tensor],
-    ) -> str | None:
+    ) -> str | ModelError | None:
         """Why the model's own code runs, if it does."""
         is_new = kind.runner is None or bool(kind.outgrown(sizes))
         if is_new and not is_capture_allowed():
@@ -374,9 +389,9 @@ class Calls:
             if not self.learner.relearn(kind):
                 if self._settings.strict:
                     raise error
-                is_padding = isinstance(error, ModelError | OutputShapeError)
-                text = f"no graph could be captured: {error.message}"
-                self.learner.give_up(kind, text, tries_exact=is_padding)
+                if isinstance(error, ModelError):
+                    return error
+                self._give_up(kind, error)
             if not kind.may_capture or kind not in self.learner.kinds:
                 return kind.eager_reason or error.message
             error = self._capture(kind, sizes, tensors)
@@ -396,6 +411,15 @@ class Calls:
                 reason += f", and max_graphs={self._settings.max_graphs} leaves no room"
             return reason
         return None
+
+    def _give_up(
+        self,
+        kind: Kind,
+        error: CgplanError,
+    ) -> None:
+        may_be_padding = isinstance(error, ModelError | OutputShapeError)
+        text = f"no graph could be captured: {error.message}"
+        self.learner.give_up(kind, text, tries_exact=may_be_padding)
 
     def _capture(
         self,
@@ -540,7 +564,13 @@ class Calls:
                 kind, sizes = self.learner.warmed_up(call)
                 if kind.eager_reason:
                     break
-                reason = self._provide_graph(kind, sizes, tensors)
+                refusal = self._provide_graph(kind, sizes, tensors)
+                reason = ""
+                if isinstance(refusal, ModelError):
+                    self._give_up(kind, refusal)
+                    reason = refusal.message
+                elif refusal:
+                    reason = refusal
                 is_done = kind in self.learner.kinds  # else an exact one takes its place
                 if is_done and reason:
                     self.learner.tell_once(reason)

@@ -2,7 +2,8 @@
 
 Note [Watched dicts and classes]
     CPython 3.12 reports changes of dicts and classes to a callback, which sets a flag alone, since
-    it runs in the middle of other code. Other places are compared in rotation. CPython reports a
+    it runs in the middle of other code. Other places are compared in rotation, as is what nothing
+    reports: another class, ``__dict__`` or order. CPython reports a
     class once for each version; a comparison gives it a new one, of which 3.13 has 1000.
 
 Note [Addresses]
@@ -18,6 +19,7 @@ import sys
 import threading
 from collections.abc import Iterable
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -25,11 +27,12 @@ import torch
 from cgplan.graphs.fingerprint import Change, Fingerprint, Place, Stateful
 from cgplan.graphs.walk import Contents, InClass, Via
 
-# tensors, others of each call
-_WITH_WATCHER = (4, 1)
-_WITHOUT_WATCHER = (64, 256)
+# tensors, other places, containers of each call
+_WITH_WATCHER = (4, 16, 8)
+_WITHOUT_WATCHER = (64, 128, 128)
 _DEALLOCATED = 5
 _address_of = torch._C.TensorBase.data_ptr
+_requires_grad = attrgetter("requires_grad")
 _Compared = tuple[Any, Any, Any, tuple[Any, ...] | None]  # container, key, value, Place.tensor
 _flags: dict[int, list[list[bool]]] = {}  # by the address of a dict or class
 _lock = threading.RLock()  # of flags and what is watched: a watch may be closed by a collection
@@ -118,7 +121,10 @@ def _length(
     _: int,
 ) -> int | None:
     """None where its last key or owner changed."""
-    if type(held.owner) is not held.kind:
+    owner = held.owner
+    if type(owner) is not held.kind:
+        return None
+    if owner is not None and object.__getattribute__(owner, "__dict__") is not held.value:
         return None
     if held.base.__len__(held.value) != held.length:
         return None
@@ -165,8 +171,10 @@ class ChangeDetector:
         self._all = list[_Compared]()
         self._tensors = list[torch.Tensor]()
         self._addresses = list[int]()
+        self._require_grad = list[bool]()
         tensors = list[_Compared]()
         others = list[_Compared]()
+        containers = list[_Compared]()
         for place in counted:
             compared = place.container, place.key, place.value, place.tensor
             self._all.append(compared)
@@ -174,25 +182,22 @@ class ChangeDetector:
                 tensors.append(compared)
                 self._tensors.append(place.value)
                 self._addresses.append(place.address)
+                self._require_grad.append(place.requires_grad)
             elif not self._is_reported(place):
                 others.append(compared)
         for extent in extents:
             compared = Via(extent, _length), 0, extent.length, None
             self._all.append(compared)
-            if id(extent.value) not in self._watched:
-                others.append(compared)
+            containers.append(compared)  # nothing reports another class or order
         for stateful in record.stateful:
             if is_whole and (at_once or stateful.is_small):
                 others.append((Via(stateful, _state), 0, stateful.state, None))
         is_told = self._watched and _watcher("Dict") is not None
-        most_tensors, most_others = _WITH_WATCHER if is_told else _WITHOUT_WATCHER
-        if at_once:
-            most_tensors = len(tensors)
-            most_others = len(others)
-        self._chunks = _chunks(
-            _slices(tensors, most_tensors),
-            _slices(others, most_others),
-        )
+        most = _WITH_WATCHER if is_told else _WITHOUT_WATCHER
+        parts = list[list[list[_Compared]]]()
+        for part, count in zip((tensors, others, containers), most, strict=True):
+            parts.append(_slices(part, len(part) if at_once else count))
+        self._chunks = _chunks(parts)
         self._at = 0
 
     def _watch_all(
@@ -241,7 +246,10 @@ class ChangeDetector:
         """Looks at the flag, all addresses, and the next places in rotation. If False,
         ``holds_all`` or ``changes`` decides.
         """
-        if self._flag[0] or [*map(_address_of, self._tensors)] != self._addresses:
+        tensors = self._tensors
+        if self._flag[0] or [*map(_address_of, tensors)] != self._addresses:
+            return False
+        if torch.is_grad_enabled() and [*map(_requires_grad, tensors)] != self._require_grad:
             return False
         if not self._chunks:
             return True
@@ -314,15 +322,12 @@ def _slices(
     return [compared[start : start + most] for start in range(0, len(compared), most or 1)]
 
 
-def _chunks(
-    tensors: list[list[_Compared]],
-    others: list[list[_Compared]],
-) -> list[list[_Compared]]:
-    """For each call some of both, as all tensors may have moved."""
+def _chunks(parts: list[list[list[_Compared]]]) -> list[list[_Compared]]:
+    """For each call some of all parts, as all tensors may have moved."""
     found = list[list[_Compared]]()
-    for at in range(max(len(tensors), len(others))):
+    for at in range(max(map(len, parts))):
         chunk = list[_Compared]()
-        for slices in (tensors, others):
+        for slices in parts:
             if slices:
                 turn = at % len(slices)
                 chunk += slices[turn]

@@ -135,7 +135,7 @@ def random_state(backend: GraphBackend, state: Tensor | None = None) -> Tensor:
 def slow_rotation(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where many tensors are in it."""
     for name in ("_WITH_WATCHER", "_WITHOUT_WATCHER"):
-        monkeypatch.setattr(change_detector, name, (1, 1))
+        monkeypatch.setattr(change_detector, name, (1, 1, 1))
 
 
 class Deep(nn.Module):

@@ -111,7 +111,7 @@ def check(case: Program, wrap: Callable[..., Any] = cgplan.graphed) -> None:
     """Assert that a program does with graphs what it does without."""
     made = list[Any]()
     # Rotations, by which some calls pass before a change is seen, have tests of their own.
-    change_detector._WITH_WATCHER = change_detector._WITHOUT_WATCHER = (1 << 20, 1 << 20)
+    change_detector._WITH_WATCHER = change_detector._WITHOUT_WATCHER = 3 * (1 << 20,)
 
     def kept(model: Any = None, **options: Any) -> Any:
         if model is None:
