@@ -245,7 +245,10 @@ def named_in_class(
             entries.append(Inside(where, name, f".<{name}>"))
             functions = [value]
             if "super" in names_in(value):
-                functions += _overridden(layout.kind, name)
+                for owner in _overridden(layout.kind, name):
+                    path = f".<{owner.__name__}.{name}>"
+                    entries.append(Inside(InClass(owner), name, path))
+                    functions.append(_function_of(vars(owner)[name]))
             for function in functions:
                 entries.append(Inside({"": function}, "", ""))
     layout.names_entered = len(wanted)
@@ -255,12 +258,13 @@ def named_in_class(
 def _overridden(
     kind: type,
     name: str,
-) -> list[types.FunctionType]:
-    found = list[types.FunctionType]()
+) -> list[type]:
+    """Its bases."""
+    found = list[type]()
     for owner in kind.__mro__:
         value = _function_of(vars(owner).get(name))
         if type(value) is types.FunctionType:
-            found.append(value)
+            found.append(owner)
     return found[1:]
 
 
