@@ -474,7 +474,7 @@ def _reasons(plan: Plan, evidence: Evidence) -> Iterator[Fact]:
     included = f"lower bound {format_microseconds(evidence.lower_bound_us)}"
     if evidence.insurance:
         included = "with insurance"
-        unseen = "of the steps are of sizes not seen, up to the largest that may come, max_num_seqs"
+        unseen = "of the steps have sizes not seen, to the largest that may come, max_num_seqs"
         yield "insurance", f"{evidence.insurance:.0%} {unseen} = {plan.max_num_seqs}"
     if evidence.other_loads:
         loads = evidence.loads
