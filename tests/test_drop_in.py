@@ -1424,3 +1424,16 @@ def test_a_batch_that_the_model_refuses_ends_no_graphs() -> None:
     torch.testing.assert_close(g(good), net(good))
     assert g.graph_calls == 7
     assert [len(runner.plan.keys) for runner in g.runners] == [2]
+
+
+@torch.no_grad()
+def test_statistics_count_batches_that_are_too_large() -> None:
+    """Plans of sizes come from them."""
+    net = nn.Linear(4, 2).eval()
+    g = cgplan.graphed(net, sizes=[1, 4])
+    for size in (3, 3, 3, 24, 3, 24, 24):
+        g(torch.randn(size, 4))
+    (runner,) = g.runners
+    traffic = runner.stats.traffic()
+    assert {shape.num_tokens: count for shape, count in traffic.histogram} == {3: 2, 24: 3}
+    assert sum(runner.stats.eager.values()) == 3

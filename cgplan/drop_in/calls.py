@@ -399,8 +399,11 @@ class Calls:
         kind.written = frozenset(kind.runner.graphs.facts.storages_written)
         if self._is_shared(kind, tensors):
             return _SHARED
+        runner = kind.runner
         route = kind.route(sizes)
         if route.mode is CUDAGraphMode.NONE and self._settings.compilation.on_miss == "eager":
+            why_not = runner.router.reason_for_none(route)
+            runner.stats.count_of(route, why_not).calls += 1
             if objects_in(kind.forward.form) and not kind.has_graphs:
                 kind.close()  # it may hold a dropped cache
             batch = ", ".join(f"{name} = {size}" for name, size in sizes.items())
