@@ -168,6 +168,7 @@ class ChangeDetector:
         extents = list(contents)
         self._watched = dict[int, tuple[str, Any]]()
         self._watch_all(counted, extents)
+        is_told = bool(self._watched) and _watcher("Dict") is not None
         self._all = list[_Compared]()
         self._tensors = list[torch.Tensor]()
         self._addresses = list[int]()
@@ -179,11 +180,13 @@ class ChangeDetector:
             compared = place.container, place.key, place.value, place.tensor
             self._all.append(compared)
             if place.address is not None:
-                tensors.append(compared)
                 self._tensors.append(place.value)
                 self._addresses.append(place.address)
                 self._require_grad.append(place.requires_grad)
-            elif not self._is_reported(place):
+            is_reported = self._is_reported(place)
+            if place.address is not None and (is_reported or not is_told):
+                tensors.append(compared)
+            elif not is_reported:
                 others.append(compared)
         for extent in extents:
             compared = Via(extent, _length), 0, extent.length, None
@@ -192,7 +195,6 @@ class ChangeDetector:
         for stateful in record.stateful:
             if is_whole and (at_once or stateful.is_small):
                 others.append((Via(stateful, _state), 0, stateful.state, None))
-        is_told = self._watched and _watcher("Dict") is not None
         most = _WITH_WATCHER if is_told else _WITHOUT_WATCHER
         parts = list[list[list[_Compared]]]()
         for part, count in zip((tensors, others, containers), most, strict=True):

@@ -164,6 +164,16 @@ def test_each_look_sees_one_tensor_that_moved(at: int, way: str) -> None:
     assert watch.holds()
 
 
+def test_a_tensor_in_a_list_is_looked_at_with_the_places_that_nothing_reports(way: str) -> None:
+    """A list of KV caches, say, beside many parameters."""
+    model = Model()
+    caches = [torch.ones(2) for _ in range(100)]
+    model.caches = caches  # type: ignore[assignment]
+    watch = watch_of(model)
+    caches[50] = torch.ones(2)
+    assert calls_until_seen(watch) <= 10
+
+
 @pytest.mark.parametrize("name", [*TOLD, *UNTOLD])
 def test_where_all_is_compared_at_once_the_next_call_sees_each_change(name: str, way: str) -> None:
     model = Model()
