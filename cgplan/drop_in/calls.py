@@ -568,12 +568,9 @@ class Calls:
                 if kind.eager_reason:
                     break
                 refusal = self._provide_graph(kind, sizes, tensors)
-                reason = ""
                 if isinstance(refusal, ModelError):
                     self._give_up(kind, refusal)
-                    reason = refusal.message
-                elif refusal:
-                    reason = refusal
+                    refusal = refusal.message
                 is_done = kind in self.learner.kinds  # else an exact one takes its place
-                if is_done and reason:
-                    self.learner.tell_once(reason)
+                if is_done and refusal:
+                    self.learner.tell_once(refusal)

@@ -507,8 +507,9 @@ def graphed_generate(
     Args:
         options: As of ``graphed``, but ``dynamic``, ``sizes`` and ``max_size``: no rows are padded.
 
-    Raises ConfigError for other options and for what is no decoder of transformers; ``generate``
-    raises InputError for more tokens than the cache holds. Threads generate one after the other.
+    Raises ConfigError for other options, and for models other than transformers' decoders;
+    ``generate`` raises InputError for more tokens than the cache holds. Threads generate one after
+    the other.
     """
     if type(max_cache_len) is not int or max_cache_len < 1:
         raise ConfigError(

@@ -159,7 +159,7 @@ class ChangeDetector:
         at_once: bool = False,
     ) -> None:
         self.record = record
-        is_whole = places is None
+        self._is_whole = places is None
         self._flag = [False]  # what is watched was written
         if places is None:
             places = record.places.values()
@@ -177,7 +177,12 @@ class ChangeDetector:
         others = list[_Compared]()
         containers = list[_Compared]()
         for place in counted:
-            compared = place.container, place.key, place.value, place.tensor
+            compared = (
+                place.container,
+                place.key,
+                place.value,
+                place.tensor,
+            )
             self._all.append(compared)
             if place.address is not None:
                 self._tensors.append(place.value)
@@ -193,7 +198,7 @@ class ChangeDetector:
             self._all.append(compared)
             containers.append(compared)  # nothing reports another class or order
         for stateful in record.stateful:
-            if is_whole and (at_once or stateful.is_small):
+            if self._is_whole and (at_once or stateful.is_small):
                 others.append((Via(stateful, _state), 0, stateful.state, None))
         most = _WITH_WATCHER if is_told else _WITHOUT_WATCHER
         parts = list[list[list[_Compared]]]()
@@ -251,7 +256,9 @@ class ChangeDetector:
         tensors = self._tensors
         if self._flag[0] or [*map(_address_of, tensors)] != self._addresses:
             return False
-        if torch.is_grad_enabled() and [*map(_requires_grad, tensors)] != self._require_grad:
+        # a runner's outputs never want gradients
+        has_grad = self._is_whole and torch.is_grad_enabled()
+        if has_grad and [*map(_requires_grad, tensors)] != self._require_grad:
             return False
         if not self._chunks:
             return True
