@@ -247,7 +247,7 @@ class Fingerprint:
     ) -> Fingerprint:
         """Record all that ``roots`` reach."""
         found = cls(dict(roots), torch.empty(0, device=device).device)
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch._C.DisableTorchFunction():
             found._walk()
         if draws:
             for name, read in walk.generators_of_the_host(found.device).items():
@@ -377,7 +377,7 @@ class Fingerprint:
     ) -> dict[str, Change]:
         """What differs now, by path; ``*`` in a path to ``ignore`` is one part."""
         found = list[Change]()
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch._C.DisableTorchFunction():
             for place in self.places.values():
                 try:
                     now = place.container[place.key]

@@ -312,7 +312,10 @@ def test_a_baseline_gives_paths_to_what_was_captured_before(
     monkeypatch.setattr(watched, "_SHARE", 1e9)
     models = list[Model]()
     replays = list[Replay]()
-    with torch.no_grad(), cgplan.watch() as watch:
+    with (
+        torch.no_grad(),
+        cgplan.watch(operators=True) as watch,
+    ):  # on a GPU paths of later need proof
         for _ in range(2):
             models.append(made(backend.device))
             replays.append(capture(models[-1], backend.device))

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from cgplan.graphs import change_detector as watching
 from cgplan.graphs.change_detector import ChangeDetector
@@ -373,3 +374,28 @@ def test_a_class_without_versions_is_compared_by_each_call(monkeypatch: pytest.M
     assert not watch.holds(), "the caller compares"
     Model.gain = 2.0
     assert watch.changes()
+
+
+def test_a_mode_of_torch_functions_sees_no_look(way: str) -> None:
+    """As that of `torch.set_default_device`, which takes a microsecond for each attribute of a tensor."""
+    model = Model()
+
+    class Counting(TorchFunctionMode):
+        count = 0
+
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            self.count += 1
+            return func(*args, **(kwargs or {}))
+
+    with Counting() as mode:
+        watch = watch_of(model)
+        counted = mode.count
+        for _ in range(len(watch._chunks)):
+            assert watch.holds()
+        assert watch.holds_all()
+        assert not watch.changes()
+        assert mode.count - counted <= len(watch._chunks)  # torch.is_grad_enabled
+        model.scale.add_(1)
+        assert mode.count > counted
