@@ -1,17 +1,19 @@
 """What a watch costs, and whether it finds stale pointers where there are none.
 
-    python docs/measure/watch.py [--graphs 100] [--nodes 1000] [--zoo bert,t5,...]
+    python docs/measure/watch.py [--graphs 100] [--nodes 1000] [--zoo bert,t5,...] [--gallery]
 
 First graphs of a chain of small kernels, by ``torch.cuda.graph``, with and without a watch, each row in its own
 process: seconds of the captures, memory of the process and of the device, microseconds of a replay, and the seconds of
 ``check``; "checked" is ``watch(every_replay=True)``. Then models of zoo.yaml, each captured by ``torch.cuda.graph`` and
 by reduce-overhead under a watch: all pointers must be live. With ``--words`` each is captured by ``torch.cuda.graph``
 twice, in two pools that live together: ``watch.prove`` then counts how often the rule of an audit (cgplan's
-graph_nodes.py, Note [Words]) is wrong. Needs a GPU.
+graph_nodes.py, Note [Words]) is wrong. With ``--gallery`` its programs under tensordict's CudaGraphModule and under
+cgplan. Needs a GPU.
 """
 
 import argparse
 import gc
+import importlib
 import os
 import statistics
 import subprocess
@@ -22,6 +24,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
+import gallery
 import zoo
 
 import cgplan
@@ -159,11 +162,29 @@ def look_at(model):
         del kept
 
 
+def look_at_program(name):
+    example = importlib.import_module(name)
+    for way, wrap in (("CudaGraphModule", gallery.cuda_graph_module), ("cgplan", example.graphed)):
+        with torch.no_grad(), cgplan.watch() as watch:
+            call = wrap(example.model("cuda"))
+            for args, kwargs in example.batches("cuda"):
+                for _ in range(4):
+                    call(*args, **kwargs)
+            gc.collect()
+            report = watch.check()
+        pointers = sum(graph.words for graph in report.graphs)
+        print(f"| {name} | {way} | {len(report.graphs)} | {pointers} | {len(report.stale)} |", flush=True)
+        for stale in report.stale:
+            print(f"    {stale}")
+        del call
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--graphs", type=int, default=100)
     parser.add_argument("--nodes", type=int, default=1000)
     parser.add_argument("--zoo", default="")
+    parser.add_argument("--gallery", action="store_true")
     parser.add_argument("--row", choices=("plain", "watched", "checked"), help=argparse.SUPPRESS)
     parser.add_argument("--words", action="store_true")
     parser.add_argument("--seconds", type=float, default=200)
@@ -189,6 +210,10 @@ def main():
             (words if options.words else look_at)(models[name])
         except Exception as error:  # the others go on
             print(f"| {name} | {type(error).__name__}: {str(error)[:200]} |", flush=True)
+    if options.gallery:
+        sys.path.insert(0, str(gallery.FOLDER))
+        for name in gallery.NAMES:
+            look_at_program(name)
 
 
 if __name__ == "__main__":
