@@ -439,10 +439,6 @@ class CompilationConfig(Section):
     inductor static for the four sizes with most steps of traffic, without it for the smallest and
     the largest; else dynamic.
     """
-    use_inductor_graph_partition: Flag = False
-    """Inductor compiles the whole forward, and cuts at splitting_ops and operators tagged
-    cudagraph_unsafe. false: the trace is split first.
-    """
     address_check: Annotated[
         Literal["off", "first", "always"],
         Off,
@@ -526,8 +522,6 @@ class CompilationConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> CompilationConfig:
-        if self.use_inductor_graph_partition and self.compiler != "inductor":
-            raise ValueError("use_inductor_graph_partition needs compiler: inductor")
         sizes = self.cudagraph_capture_sizes
         maximum = self.max_cudagraph_capture_size
         if isinstance(sizes, tuple) and maximum is not None and max(sizes) != maximum:

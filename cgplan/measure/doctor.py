@@ -83,8 +83,7 @@ def describe_split(
     piecewise = [key for key in plan.keys if key[0] is CUDAGraphMode.PIECEWISE]
     if not piecewise:
         return None
-    if not config.compilation.use_inductor_graph_partition:  # else inductor decides on the split
-        config = config.with_values("compilation", compiler="eager")
+    config = config.with_values("compilation", compiler="eager")
     graphs = ModelGraphs(plan, config, model, backend)
     smallest = piecewise[-1]
     try:

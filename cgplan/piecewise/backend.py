@@ -17,10 +17,10 @@ from cgplan.graphs.wrapper import CUDAGraphOptions
 from cgplan.modes import BatchDescriptor
 from cgplan.piecewise.breakable import BreakableCUDAGraphCapture, BreakableCUDAGraphWrapper
 from cgplan.piecewise.breaks import as_eager_piece
-from cgplan.piecewise.partition import PartitionedForward, compile_for_all_sizes, structure_of
+from cgplan.piecewise.inductor import compile_for_all_sizes, structure_of
 from cgplan.piecewise.split import Piece, operator_name, split_graph
 
-_OPTIONS = ("splitting_ops", "compiler", "address_check", "debug", "use_inductor_graph_partition")
+_OPTIONS = ("splitting_ops", "compiler", "address_check", "debug")
 
 
 class PiecewiseBackend:
@@ -37,7 +37,6 @@ class PiecewiseBackend:
     def __init__(self, compilation: CompilationConfig, backend: GraphBackend | None = None) -> None:
         self.splitting_ops = compilation.splitting_ops
         self.compiler = compilation.compiler
-        self.partition = compilation.use_inductor_graph_partition
         self.backend = backend or select_backend()
         self.options = CUDAGraphOptions(address_check=compilation.address_policy)
         self.traces: list[Function] = []
@@ -61,12 +60,6 @@ class PiecewiseBackend:
                 "warm-ups.",
             )
         self.codes.add(gm.code)
-        if self.partition:
-            forward = PartitionedForward(self.backend, self.options)
-            self.pieces.append(forward.compile(gm, self.splitting_ops))
-            self.compiled[gm] = forward
-            self.traces.append(forward)
-            return forward
         split, pieces = split_graph(gm, self.splitting_ops)
         for piece in pieces:
             module = getattr(split, piece.name)
@@ -113,8 +106,8 @@ class _TraceWrapper(BreakableCUDAGraphWrapper):
 def cgplan_backend(gm: fx.GraphModule, example_inputs: Sequence[Any], **given: Any) -> Function:
     """``torch.compile(model, backend="cgplan", options={"splitting_ops": [...]})``.
 
-    ``options`` are fields of ``compilation``: splitting_ops, compiler, address_check, debug,
-    use_inductor_graph_partition. Each traced graph is one BreakableCUDAGraphWrapper.
+    ``options`` are fields of ``compilation``: splitting_ops, compiler, address_check, debug. Each
+    traced graph is one BreakableCUDAGraphWrapper.
 
     Raises:
         ConfigError: a wrong option, or torch's ``mode``.
@@ -126,8 +119,6 @@ def cgplan_backend(gm: fx.GraphModule, example_inputs: Sequence[Any], **given: A
         backend = select_backend(str(devices[0])) if devices else None
         splitter = PiecewiseBackend(_compilation_of(given), backend)
         forward = splitter(gm, example_inputs)
-        if splitter.partition:
-            return forward
         return _TraceWrapper(forward, backend=splitter.backend, options=splitter.options)
     except CgplanError as error:
         if isinstance(error, ConfigError) and "does not occur" in error.message:

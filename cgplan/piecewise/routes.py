@@ -159,20 +159,15 @@ def choose_route(
         refuse_unknown_ops(compilation.splitting_ops)
     if is_compiled or (piecewise and name == "ops"):
         if not piecewise:
-            config = config.with_values(
-                "compilation",
-                splitting_ops=(),
-                use_inductor_graph_partition=False,
-            )
+            config = config.with_values("compilation", splitting_ops=())
         static = _static_sizes(plan, config.compilation)
         split = PiecewiseModel(model, config, backend, static)
-        is_chain = piecewise and not split.splitter.partition
         return SplitRoute(
             name="ops" if piecewise else "full",
             forward=split,
             whole=split.traced if is_compiled else model,
             warm=split.traced,
-            chain=split if is_chain else None,
+            chain=split if piecewise else None,
             splitter=split.splitter,
         )
     if not piecewise or name == "wrappers":

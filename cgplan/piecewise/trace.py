@@ -103,8 +103,6 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
             batch = self._reader.read(inputs)
             if context is not None and is_piecewise:
                 self._reader.refuse_other(batch, context.descriptor)
-        if is_piecewise and self.splitter.partition:
-            return self.traced(**inputs)
         return super().__call__(**inputs)
 
     def traced(self, **inputs: Tensor) -> Any:

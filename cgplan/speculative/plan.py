@@ -171,7 +171,6 @@ def _decode(
         [query_len * count for count in sorted(counts)],
         outputs="borrow",
         compiler="eager",
-        use_inductor_graph_partition=False,
         splitting_modules=(),
         debug=False,  # comparing runs a forward twice, and these advance requests
     )

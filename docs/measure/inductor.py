@@ -1,14 +1,9 @@
 """compiler: inductor under FULL graphs against torch.compile(mode="reduce-overhead"), on the same model.
 
     python docs/measure/inductor.py configs/transformers_qwen3_0_6b.yaml 1 32
-    python docs/measure/inductor.py configs/transformers_qwen3_0_6b.yaml 1 32 --partition --layers 4
 
 Both run the same batches in one process. Device time is time per call when calls are queued one after another, host
 time that of a call on an idle device until it returned; medians.
-
-With --partition inductor cuts the forward itself, which matters to PIECEWISE graphs alone: these are captured then, of
-the sizes asked for and no others, and the peer is left out. The forward is compiled as a whole, so the time for that
-grows with its layers (without, equal layers are compiled once): --layers takes a part of the model.
 """
 
 import argparse
@@ -35,15 +30,8 @@ def measure(backend, call):
     return device, statistics.median(backend.time_calls(call, REPEATS)[1])
 
 
-def main(path, sizes, partition, layers):
-    overrides = ["compilation.compiler=inductor"]
-    overrides += ["compilation.cudagraph_mode=FULL"] if not partition else [
-        "compilation.cudagraph_mode=PIECEWISE",
-        "compilation.use_inductor_graph_partition=true",
-        f"compilation.cudagraph_capture_sizes={sizes}",
-    ]  # fmt: skip
-    overrides += [f"model.kwargs.config.num_hidden_layers={layers}"] if layers else []
-    loaded = read_config(path, overrides)
+def main(path, sizes):
+    loaded = read_config(path, ["compilation.compiler=inductor", "compilation.cudagraph_mode=FULL"])
     config = loaded.config
     backend = select_backend(config.device)
     model = load_model(config.model.target, config.model.kwargs, device=backend.device, base_dir=loaded.base_dir)
@@ -63,8 +51,6 @@ def main(path, sizes, partition, layers):
     for size, batch in batches.items():
         eager, worst, device, host = found[size]
         print(f"{size:6} cgplan        {device:12.0f}{host:10.1f}{'':15}{worst:16.4f}", flush=True)
-        if partition:
-            continue
         peer_device, peer_host, first, worst = peer(model, backend, batch, eager)
         print(f"{size:6} reduce-overhead{peer_device:11.0f}{peer_host:10.1f}{first:15.1f}{worst:16.4f}")
         print(f"{size:6} ratio         {device / peer_device:12.2f}{host / peer_host:10.2f}")
@@ -99,8 +85,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("config")
     parser.add_argument("sizes", type=int, nargs="+")
-    parser.add_argument("--partition", action="store_true")
-    parser.add_argument("--layers", type=int)
     given = parser.parse_args()
     torch.set_grad_enabled(False)
-    main(given.config, given.sizes, given.partition, given.layers)
+    main(given.config, given.sizes)

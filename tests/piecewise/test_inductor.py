@@ -1,4 +1,4 @@
-"""Inductor: segments that it compiles, and its own partition of the forward."""
+"""Inductor: segments that it compiles."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from cgplan import (
     CaptureSession,
-    ConfigError,
     CUDAGraphMode,
     GraphRunner,
     Input,
@@ -92,33 +91,29 @@ def replay_random_batches(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("partition", [False, True])
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "FULL_AND_PIECEWISE"])
-def test_inductor_compiles_each_segment_once_for_all_sizes(mode: str, partition: bool) -> None:
+def test_inductor_compiles_each_segment_once_for_all_sizes(mode: str) -> None:
     backend = select_backend("cuda")
     model = Attends(layers=4).to(backend.device)
-    options = {"use_inductor_graph_partition": partition, "compile_shapes": "dynamic"}
-    runner = open_runner(backend, model, cudagraph_mode=mode, compiler="inductor", **options)
+    options = {"compiler": "inductor", "compile_shapes": "dynamic"}
+    runner = open_runner(backend, model, cudagraph_mode=mode, **options)
     splitter = runner.graphs.route.splitter
     assert splitter is not None
     # Twice, as one row is a trace of its own: the first segment, those between two attentions, the last one; or the
     # forward as a whole, which FULL compiles.
-    assert len(splitter.compiled) == 2 * (1 if partition or mode == "FULL" else 3)
+    assert len(splitter.compiled) == 2 * (1 if mode == "FULL" else 3)
     generator = torch.Generator().manual_seed(1)
     for rows in (1, 8, 3, 2, 5, 8, 1, 4, 7, 6):
         x = torch.randn(rows, 8, generator=generator).to(backend.device)
         torch.testing.assert_close(runner(x=x), model(x), atol=1e-5, rtol=1e-4)
     assert not runner.stats.eager
-    if (
-        mode == "PIECEWISE" and not partition
-    ):  # inductor decomposes attention over heads of this size
+    if mode == "PIECEWISE":
         assert {r.graphs for r in runner.report.records} == {5}
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("partition", [False, True])
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "FULL_AND_PIECEWISE"])
-def test_the_decoder_under_inductor(mode: str, partition: bool) -> None:
+def test_the_decoder_under_inductor(mode: str) -> None:
     """Attention writes into a buffer that inductor allocates, and into the cache."""
     close = {"rtol": 1e-3, "atol": 1e-4}
     replay_random_batches(
@@ -126,12 +121,11 @@ def test_the_decoder_under_inductor(mode: str, partition: bool) -> None:
         mode,
         close=close,
         compiler="inductor",
-        use_inductor_graph_partition=partition,
     )
 
 
 @pytest.mark.gpu
-def test_an_operator_of_several_results_between_partitions() -> None:
+def test_an_operator_of_several_results_between_compiled_segments() -> None:
     """Fused attention gives logsumexp and random states besides: a tuple, fresh on each call."""
 
     class Flash(nn.Module):
@@ -151,18 +145,13 @@ def test_an_operator_of_several_results_between_partitions() -> None:
     backend = select_backend("cuda")
     torch.manual_seed(0)
     model = Flash().to(backend.device)
-    runner = open_runner(backend, model, compiler="inductor", use_inductor_graph_partition=True)
+    runner = open_runner(backend, model, compiler="inductor")
     assert {r.graphs for r in runner.report.records} == {3}
     for rows in (1, 8, 3, 2, 5, 8, 1):
         x = torch.randn(rows, 8).to(backend.device)
         torch.testing.assert_close(runner(x=x), model(x), atol=2e-3, rtol=2e-2)
     assert not runner.stats.eager
     runner.close()
-
-
-def test_a_partition_without_inductor_is_refused() -> None:
-    with pytest.raises(ConfigError, match="use_inductor_graph_partition needs compiler: inductor"):
-        validate_config({"compilation": {"use_inductor_graph_partition": True}})
 
 
 @pytest.mark.parametrize(
@@ -175,7 +164,7 @@ def test_the_decoder_by_operators_and_by_modules(
     replay_random_batches(backend, mode, splitting_modules=modules)
 
 
-@torch.library.custom_op("tests_partition::turned", mutates_args=())
+@torch.library.custom_op("tests_inductor::turned", mutates_args=())
 def turned(x: Tensor) -> Tensor:
     """As attention, whose kernel at run time may lay out its result otherwise than the one that the trace chose."""
     return x.transpose(1, 2).contiguous().transpose(1, 2) * 2
@@ -207,7 +196,7 @@ def test_a_segment_is_handed_its_inputs_in_the_layout_that_it_was_compiled_for(
 
     monkeypatch.setattr(torch._inductor, "standalone_compile", compile_nothing)
     splitter = PiecewiseBackend(
-        CompilationConfig(splitting_ops=["tests_partition::turned"]), select_backend("cpu")
+        CompilationConfig(splitting_ops=["tests_inductor::turned"]), select_backend("cpu")
     )
     splitter.compiler = "inductor"  # which the tape cannot record
     model, x = Turns(), torch.randn(3, 8)
@@ -218,7 +207,7 @@ def test_a_segment_is_handed_its_inputs_in_the_layout_that_it_was_compiled_for(
 @pytest.mark.gpu
 def test_inductor_behind_an_operator_with_another_layout_than_its_trace() -> None:
     backend, model = select_backend("cuda"), Turns()
-    options = {"compiler": "inductor", "splitting_ops": ["tests_partition::turned"]}
+    options = {"compiler": "inductor", "splitting_ops": ["tests_inductor::turned"]}
     runner = open_runner(backend, model, cudagraph_mode="PIECEWISE", **options)
     for rows in (1, 3, 8):
         x = torch.randn(rows, 8, device=backend.device)
