@@ -1,4 +1,4 @@
-"""The torch.compile backend."""
+"""What Dynamo traces, in pieces."""
 
 from __future__ import annotations
 
@@ -6,21 +6,16 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
-import torch
 from torch import fx
 
-from cgplan.backends import GraphBackend, select_backend
+from cgplan.backends import GraphBackend
 from cgplan.backends.host_sync import Function
-from cgplan.config import CompilationConfig, validate_config
-from cgplan.errors import BackendError, CaptureError, CgplanError, ConfigError, SealedError
-from cgplan.graphs.wrapper import CUDAGraphOptions
-from cgplan.modes import BatchDescriptor
-from cgplan.piecewise.breakable import BreakableCUDAGraphCapture, BreakableCUDAGraphWrapper
+from cgplan.config import CompilationConfig
+from cgplan.errors import BackendError, CaptureError
+from cgplan.piecewise.breakable import BreakableCUDAGraphCapture
 from cgplan.piecewise.breaks import as_eager_piece
 from cgplan.piecewise.inductor import compile_for_all_sizes, structure_of
 from cgplan.piecewise.split import Piece, operator_name, split_graph
-
-_OPTIONS = ("splitting_ops", "compiler", "address_check", "debug")
 
 
 class PiecewiseBackend:
@@ -34,11 +29,10 @@ class PiecewiseBackend:
         missed: The last guard that did not hold.
     """
 
-    def __init__(self, compilation: CompilationConfig, backend: GraphBackend | None = None) -> None:
+    def __init__(self, compilation: CompilationConfig, backend: GraphBackend) -> None:
         self.splitting_ops = compilation.splitting_ops
         self.compiler = compilation.compiler
-        self.backend = backend or select_backend()
-        self.options = CUDAGraphOptions(address_check=compilation.address_policy)
+        self.backend = backend
         self.traces: list[Function] = []
         self.pieces: list[tuple[Piece, ...]] = []
         self.compiled: dict[Any, Function] = {}
@@ -90,64 +84,3 @@ class PiecewiseBackend:
                 return split(*args)
 
         return forward_of_pieces
-
-
-class _TraceWrapper(BreakableCUDAGraphWrapper):
-    def _missing(self, descriptor: BatchDescriptor) -> SealedError:
-        return SealedError(
-            f"torch.compile answers {descriptor} by a trace that has captured no PIECEWISE graph "
-            "for it",
-            remedy="Capture the model itself, without torch.compile. Or let one trace serve all "
-            "sizes: call torch._dynamo.maybe_mark_dynamic(x, 0) on each input before the compiled "
-            "call, or pass dynamic=True where no size equals another dimension.",
-        )
-
-
-def cgplan_backend(gm: fx.GraphModule, example_inputs: Sequence[Any], **given: Any) -> Function:
-    """``torch.compile(model, backend="cgplan", options={"splitting_ops": [...]})``.
-
-    ``options`` are fields of ``compilation``: splitting_ops, compiler, address_check, debug. Each
-    traced graph is one BreakableCUDAGraphWrapper.
-
-    Raises:
-        ConfigError: a wrong option, or torch's ``mode``.
-        BackendError: inductor without a GPU.
-        CaptureError: a new trace inside a capture.
-    """
-    try:
-        devices = [value.device for value in example_inputs if isinstance(value, torch.Tensor)]
-        backend = select_backend(str(devices[0])) if devices else None
-        splitter = PiecewiseBackend(_compilation_of(given), backend)
-        forward = splitter(gm, example_inputs)
-        return _TraceWrapper(forward, backend=splitter.backend, options=splitter.options)
-    except CgplanError as error:
-        if isinstance(error, ConfigError) and "does not occur" in error.message:
-            error.remedy += (
-                " Where Dynamo breaks the model's graph, each part has to hold the operator; "
-                "torch.compile(..., fullgraph=True) names the line of the break."
-            )
-        # torch.compile wraps other errors
-        kind = type(error)
-        bases = (kind, torch._dynamo.exc.ShortenTraceback)
-        mixed = type(kind.__name__, bases, {"__module__": kind.__module__})
-        passing: Any = mixed.__new__(mixed, *error.args)
-        vars(passing).update(vars(error), first_useful_frame=None)
-        raise passing from None
-
-
-def _compilation_of(given: dict[str, Any]) -> CompilationConfig:
-    options = (given.pop("options", None) or {}) | given
-    if "mode" in options:
-        raise ConfigError(
-            f"torch.compile(backend='cgplan') has no mode, found {options['mode']!r}",
-            remedy='Leave it out; to compile segments, pass options={"compiler": "inductor"}.',
-        )
-    compilation: CompilationConfig = validate_config({"compilation": options}).compilation
-    for idle in sorted(set(options) - set(_OPTIONS)):
-        raise ConfigError(
-            f"torch.compile(backend='cgplan'): {idle} says which graphs a session captures, and "
-            "means nothing here",
-            remedy=f"Options are {', '.join(_OPTIONS)}. For the others use cgplan.capture or "
-            "cgplan.compile_piecewise.",
-        )
-    return compilation

@@ -29,7 +29,7 @@ from cgplan.errors import (
     ModelError,
     first_line,
 )
-from cgplan.graphs.wrapper import CUDAGraphEntry, CUDAGraphWrapper, Recorded
+from cgplan.graphs.wrapper import CUDAGraphEntry, CUDAGraphOptions, CUDAGraphWrapper, Recorded
 from cgplan.modes import CUDAGraphMode
 from cgplan.piecewise.backend import PiecewiseBackend
 from cgplan.piecewise.breakable import BreakableCUDAGraphCapture, BreakableCUDAGraphWrapper
@@ -66,7 +66,8 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
                 "compilation.piecewise: wrappers.",
             )
         self.splitter = PiecewiseBackend(config.compilation, backend)
-        super().__init__(model, backend=backend, options=self.splitter.options)
+        options = CUDAGraphOptions(address_check=config.compilation.address_policy)
+        super().__init__(model, backend=backend, options=options)
         self._config = config
         self._specs = config.tensors_at((1,) * (len(config.dim_names) - 1))
         self._reader = BatchReader(config.inputs, config.dim_names, backend.device)

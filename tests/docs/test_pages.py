@@ -26,7 +26,6 @@ SHOWN = (
         "compile_piecewise",
         "eager_break_during_capture",
         "BreakableCUDAGraphCapture",
-        'backend="cgplan"',
     ),
     *(
         " CUDAGraphWrapper(",

@@ -1,4 +1,4 @@
-"""torch.compile(backend="cgplan"), models that are split already, and wrong arguments."""
+"""Models that are split already, and wrong arguments."""
 
 from __future__ import annotations
 
@@ -24,13 +24,11 @@ from cgplan import (
     GraphRunner,
     InputError,
     ModelError,
-    SealedError,
     compile_piecewise,
     eager_break_during_capture,
     forward_context,
 )
 from cgplan.backends import GraphBackend, select_backend
-from cgplan.piecewise.backend import cgplan_backend
 from cgplan.runner.manager import capture_together
 
 FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
@@ -186,63 +184,6 @@ def open_runner(model: Callable[..., Any], **compilation: Any) -> GraphRunner:
     return cgplan.capture(model, CONFIG["inputs"], compilation=sizes, device="cpu")  # type: ignore[arg-type]
 
 
-def test_options_of_torch_compile_are_fields_of_the_configuration() -> None:
-    options = {
-        "splitting_ops": ["aten::softmax"],
-        "address_check": "always",
-        "compiler": "eager",
-        "debug": False,
-    }
-    split = torch.compile(Model(), backend="cgplan", options=options)
-    with torch.no_grad():
-        split(X)
-        x = X.clone()
-        with forward_context(PIECEWISE, BatchDescriptor(2)):
-            assert torch.equal(split(x), Model()(x))
-            x.copy_(torch.randn(2, 3))
-            assert torch.equal(split(x), Model()(x))
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"options": {"splitting_opss": []}}, "did you mean 'splitting_ops'"),
-        ({"options": {"splitting_ops": 3}}, "compilation.splitting_ops"),
-        ({"options": {"splitting_ops": ["aten::nothing"]}}, "'aten::nothing' does not exist"),
-        (
-            {"options": {"cudagraph_capture_sizes": [1]}},
-            "cudagraph_capture_sizes says which graphs",
-        ),
-        ({"mode": "reduce-overhead"}, "has no mode, found 'reduce-overhead'"),
-    ],
-)
-def test_wrong_options_of_torch_compile(given: dict[str, Any], said: str) -> None:
-    """The error is cgplan's own, not one of torch's with it inside."""
-    with pytest.raises(ConfigError, match=said) as caught:
-        torch.compile(Model(), backend="cgplan", **given)(X)
-    assert caught.value.remedy
-    assert caught.value.exit_code == ConfigError.exit_code
-
-
-class BreaksGraph(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        x = x * 2
-        torch._dynamo.graph_break()
-        return x.softmax(-1) * 3
-
-
-def test_an_operator_behind_a_graph_break_points_to_the_break() -> None:
-    options = {"splitting_ops": ["aten::softmax"]}
-    with pytest.raises(ConfigError, match="'aten::softmax' does not occur") as caught:
-        torch.compile(BreaksGraph(), backend="cgplan", options=options)(X)
-    assert "fullgraph=True" in caught.value.remedy
-    with pytest.raises(ConfigError) as caught:  # it is another matter there
-        torch.compile(
-            BreaksGraph(), backend="cgplan", options={"splitting_ops": ["aten::sotfmax"]}
-        )(X)
-    assert "fullgraph" not in caught.value.remedy
-
-
 def test_a_model_under_torch_compile_is_split_as_the_model_that_it_holds() -> None:
     model = Model().eval()
     split: Any = compile_piecewise(torch.compile(model), {**CONFIG, "device": "cpu"})
@@ -255,32 +196,14 @@ def test_a_model_under_torch_compile_is_split_as_the_model_that_it_holds() -> No
     assert [piece.eager for piece in split.splitter.pieces[0]] == [False, True, False]
 
 
-@pytest.mark.parametrize("by", ["torch.compile", "compile_piecewise"])
-def test_a_model_that_is_split_already_is_captured_as_wrappers(
-    backend: GraphBackend, by: str
-) -> None:
-    """Its wrappers have a backend of their own, and capture on the session's. For torch.compile a row more or less may
-    be a reason to compile anew, with wrappers that have captured nothing: then only what is captured is run.
-    """
-    sizes = [4] if by == "torch.compile" else [2, 4]
-    model = Model().eval()
-    split: Any = compile_piecewise(model, {**CONFIG, "device": backend.device.type})
-    if by == "torch.compile":
-        split = torch.compile(
-            model,
-            backend=cgplan_backend,
-            options={"splitting_ops": ["aten::softmax"]},
-            dynamic=True,
-        )
+def test_a_model_that_is_split_already_is_captured_as_wrappers(backend: GraphBackend) -> None:
+    """Its wrappers have a backend of their own, and capture on the session's."""
+    split: Any = compile_piecewise(Model().eval(), {**CONFIG, "device": backend.device.type})
     for _ in range(2):  # a second session has another backend again
         runner = cgplan.capture(
             split,
             CONFIG["inputs"],  # type: ignore[arg-type]
-            compilation={
-                **CONFIG["compilation"],
-                "piecewise": "wrappers",
-                "cudagraph_capture_sizes": sizes,
-            },  # type: ignore[dict-item]
+            compilation={**CONFIG["compilation"], "piecewise": "wrappers"},  # type: ignore[dict-item]
             device=backend.device.type,
         )
         assert runner.report.records[0].graphs == 2
@@ -288,51 +211,6 @@ def test_a_model_that_is_split_already_is_captured_as_wrappers(
             x = torch.randn(rows, 3, device=backend.device)
             assert torch.equal(runner(x=x), runner.run_eagerly(x=x))
         runner.close()
-
-
-def open_compiled(backend: GraphBackend, sizes: list[int], *, mark: bool = False) -> GraphRunner:
-    """A model under torch.compile, which may trace it anew for another size."""
-    model = Model().eval().to(backend.device)
-    compiled: Any = torch.compile(
-        model, backend=cgplan_backend, options={"splitting_ops": ["aten::softmax"]}
-    )
-
-    def marked(x: Tensor) -> Tensor:
-        torch._dynamo.maybe_mark_dynamic(x, 0)
-        return compiled(x)  # type: ignore[no-any-return]
-
-    return cgplan.capture(
-        marked if mark else compiled,
-        CONFIG["inputs"],  # type: ignore[arg-type]
-        compilation={
-            **CONFIG["compilation"],
-            "piecewise": "wrappers",
-            "cudagraph_capture_sizes": sizes,
-        },  # type: ignore[dict-item]
-        device=backend.device.type,
-    )
-
-
-def test_one_trace_of_torch_compile_for_all_sizes(backend: GraphBackend) -> None:
-    runner = open_compiled(backend, [1, 2, 4, 8], mark=True)
-    for rows in (8, 4, 1, 2, 3, 8, 1, 7):
-        x = torch.randn(rows, 3, device=backend.device)
-        assert torch.equal(runner(x=x), runner.run_eagerly(x=x))
-    runner.close()
-
-
-def test_a_model_that_torch_compile_traced_anew_says_so(backend: GraphBackend) -> None:
-    """A larger batch runs eagerly, by a trace of its own, which fits the captured size too."""
-    runner = open_compiled(backend, [8])
-    x = torch.randn(8, 3, device=backend.device)
-    assert torch.equal(runner(x=x), runner.run_eagerly(x=x))
-    runner(x=torch.randn(16, 3, device=backend.device))
-    with pytest.raises(
-        SealedError, match=r"answers num_tokens=8 by a trace that has captured no"
-    ) as caught:
-        runner(x=x)
-    assert "Capture the model itself" in caught.value.remedy
-    runner.close()
 
 
 def test_a_wrapper_of_another_device_is_refused() -> None:

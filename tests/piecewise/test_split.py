@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cgplan import CompilationConfig, ConfigError
+from cgplan import CompilationConfig, ConfigError, select_backend
 from cgplan.piecewise.backend import PiecewiseBackend
 from cgplan.piecewise.split import Piece
 
@@ -22,7 +22,9 @@ def _fresh_dynamo() -> None:
 
 def pieces_of(forward: Callable[..., Any], *splitting_ops: str, rows: int = 4) -> tuple[Piece, ...]:
     """How a forward over [rows, 8] is split."""
-    splitter = PiecewiseBackend(CompilationConfig(splitting_ops=splitting_ops or None))
+    splitter = PiecewiseBackend(
+        CompilationConfig(splitting_ops=splitting_ops or None), select_backend("cpu")
+    )
     x = torch.randn(rows, 8)
     with torch.no_grad():
         expected = forward(x)

@@ -38,7 +38,7 @@ from cgplan import (
 )
 from cgplan.backends import GraphBackend, select_backend
 from cgplan.config import validate_config
-from cgplan.piecewise.backend import PiecewiseBackend, cgplan_backend
+from cgplan.piecewise.backend import PiecewiseBackend
 from cgplan.piecewise.trace import PiecewiseModel
 
 PIECEWISE = CUDAGraphMode.PIECEWISE
@@ -201,15 +201,14 @@ def test_a_descriptor_of_other_rows_than_the_inputs_is_refused(backend: GraphBac
 
 def test_a_call_with_gradients_is_captured_by_a_trace_of_its_own(backend: GraphBackend) -> None:
     model = Model(backend).eval()
-    options = {"splitting_ops": ["recorded::middle", "recorded::parts"]}
-    split = torch.compile(model, backend=cgplan_backend, options=options, dynamic=True)
+    split = compiled_by(backend, model, "recorded::middle", "recorded::parts")
     x = rows_of(backend, 4)
     wanted = model(x)["y"].detach()
     for grad in (False, True, False, True):
-        with torch.set_grad_enabled(grad):
-            split(x)
-            with forward_context(PIECEWISE, BatchDescriptor(4)):
-                torch.testing.assert_close(split(x)["y"].detach(), wanted)
+        split.reset()
+        for _ in range(2):
+            with torch.set_grad_enabled(grad), forward_context(PIECEWISE, BatchDescriptor(4)):
+                torch.testing.assert_close(split(x=x)["y"].detach(), wanted)
 
 
 def test_the_report_counts_the_nodes_of_each_segment(backend: GraphBackend) -> None:
