@@ -6,7 +6,7 @@ from base64 import b64encode
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import singledispatch
 from hashlib import sha256
-from itertools import pairwise, zip_longest
+from itertools import pairwise
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +25,6 @@ from cgplan.reports.layout import (
     Fact,
     Grid,
     TextColumn,
-    describe_lanes,
     labelled,
     percent,
 )
@@ -43,7 +42,6 @@ from cgplan.reports.records import (
     CaptureReport,
     DoctorReport,
     Environment,
-    KeyRecord,
     OwnerKind,
     PointerReport,
     WatchReport,
@@ -79,7 +77,6 @@ from cgplan.version import __version__
 
 HERE = Path(__file__).parent
 FILES = ("page.html.j2", "vendor/echarts.min.js", "page.js")
-MOST_MAPS = 4
 ONE_RECTANGLE = 0.98  # share of the largest part: the map would show nothing else
 Chart = Mapping[str, Any]
 Parts = dict[tuple[str, str], int | None]  # bytes by part of the memory and name of the key
@@ -327,37 +324,9 @@ def _of_capture(report: CaptureReport) -> Iterator[Section]:
         ]
         yield _start_up(keys, seconds, source)
         yield Section("Graphs", "Keys in the order of the capture.", source, captured(report))
-    yield from _segments(report, source)
     yield from _of_plan(report.plan)
     if report.audit:
         yield from _of_audit(report.audit)
-
-
-def _segments(report: CaptureReport, source: str) -> Iterator[Section]:
-    nodes = report.environment.node_name
-    alike = grouped(
-        ((record.segment_nodes, record.eager_pieces), record)
-        for record in report.records
-        if record.eager_pieces and record.segment_nodes
-    )
-    rows = list[Row]()
-    for (segments, pieces), records in alike.items():
-        keys = _together(records)
-        for segment, piece in zip_longest(segments, range(pieces)):
-            if segment is not None:
-                rows.append((keys, "segment", segment))
-            if piece is not None:
-                rows.append((keys, "eager piece", None))
-    if not rows:
-        return
-    yield Section(
-        "Segments and eager pieces",
-        f"Graph segments, as long as their {nodes}, and eager pieces between them, which have no "
-        "length.",
-        source,
-        table_of(rows, {"keys": str, "piece": str, nodes: count}),
-        [chart("strip", f"Segments by {nodes}, and eager pieces", "keys", nodes, by="piece")],
-    )
 
 
 def _of_bench(report: BenchReport) -> Iterator[Section]:
@@ -608,7 +577,6 @@ def _of_audit(report: AuditReport) -> Iterator[Section]:
         )
     keys = [(_name(key.key), key.kinds) for key in report.keys]
     yield from _pointers(report, keys, source)
-    yield _kernels(report, source)
 
 
 def _of_watch(report: WatchReport) -> Iterator[Section]:
@@ -660,44 +628,11 @@ def _pointers(
     )
 
 
-def _kernels(report: AuditReport, source: str) -> Section:
-    kernel = "operator" if report.environment.is_tape else "kernel"
-    alike = grouped((tuple(sorted(key.kernels.items())), key) for key in report.keys if key.kernels)
-    rows = list[Row]()
-    maps = list[Chart]()
-    for kernels, records in alike.items():
-        keys = _together(records)
-        maps.append(
-            chart(
-                "treemap",
-                keys,
-                kernel,
-                "nodes",
-                where=("keys", keys),
-            )
-        )
-        rows += [(keys, name, nodes) for name, nodes in kernels]
-    return Section(
-        f"Nodes by {kernel}",
-        f"Nodes of a key's graphs by {kernel}; keys with equal counts together.",
-        source,
-        table_of(rows, {"keys": str, kernel: str, "nodes": count}),
-        maps[:MOST_MAPS],
-    )
-
-
 # --- words ----------------------------------------------------------------------------------------
 
 
 def _name(key: Key) -> str:
     return f"{Lane.of(*key)}: {key[1].size}"
-
-
-def _together(records: Sequence[KeyRecord]) -> str:
-    """Keys by lane; boxes one by one."""
-    if any(record.descriptor.sizes for record in records):
-        return ", ".join(_name(record.key) for record in records)
-    return describe_lanes((record.lane, record.descriptor.num_tokens) for record in records)
 
 
 def _title(kind: str, plan: Plan) -> str:

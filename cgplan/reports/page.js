@@ -15,8 +15,8 @@ const UNITS = {
   count: (value) => value.toLocaleString("en"),
 };
 const COLOURS = {
-  "graph pool": "--c1", "static buffers": "--c2", driver: "--c3", workspaces: "--c4", segment: "--c1",
-  "eager piece": "--c2", compile: "--c2", "warm-up": "--c4", capture: "--c1", "start-up": "--c1", steps: "--c1",
+  "graph pool": "--c1", "static buffers": "--c2", driver: "--c3", workspaces: "--c4",
+  compile: "--c2", "warm-up": "--c4", capture: "--c1", "start-up": "--c1", steps: "--c1",
   "eager median": "--c2", "graph median": "--c1", "replay median": "--c3",
   cgplan: "--c1", bare: "--c3", "free block": "--bad", "unowned block": "--bad", unmapped: "--bad",
   "this plan": "--c1", "the best with so many graphs": "--soft", padding: "--c2", "steps so far": "--c1",
@@ -107,28 +107,19 @@ const KINDS = {
       series: [...starts, ...shown].map((bar) => ({ ...bar, barMaxWidth: 14 })),
     };
   },
-  strip: (rows, chart) => {
-    const [figure, legend] = [chart.values[0], { data: unique(rows, chart.by) }];
-    const thin = Math.max(...rows.map((row) => row[figure])) / 12;
-    const shown = rows.map((row) => ({
-      name: row[chart.by], type: "bar", stack: "all", barMaxWidth: 24, ...coloured(row[chart.by]),
-      data: [[row[figure] ?? thin, row[chart.x]]], tooltip: row[figure] == null ? tip((item) => item.seriesName) : {},
-    }));
-    return { legend, xAxis: value(chart), yAxis: { ...category(rows, chart.x), inverse: true }, series: shown };
-  },
   treemap: (rows, chart) => {
     const there = rows.filter((row) => row[chart.values[0]]);
     const whole = there.reduce((sum, row) => sum + row[chart.values[0]], 0);
-    const leaves = (part) => there.filter((row) => !chart.by || row[chart.by] === part).map((row) => (
+    const leaves = (part) => there.filter((row) => row[chart.by] === part).map((row) => (
       { name: row[chart.x], value: row[chart.values[0]], itemStyle: coloured(part) }));
-    const data = chart.by ? unique(there, chart.by).map((name) => ({ name, children: leaves(name) })) : leaves();
+    const data = unique(there, chart.by).map((name) => ({ name, children: leaves(name) }));
     const text = (end) => ({ name, value }) => (value / whole < 0.02 ? "" : `${name}${end}${UNITS[chart.unit](value)}`);
     const label = { color: colour("--on"), lineHeight: 18, formatter: text("\n") };
-    const upperLabel = { show: Boolean(chart.by), height: 24, color: colour("--ink"), formatter: text("  ") };
+    const upperLabel = { show: true, height: 24, color: colour("--ink"), formatter: text("  ") };
     const itemStyle = { borderColor: colour("--paper"), borderWidth: 1, gapWidth: 1 };
     const levels = [{ itemStyle }, { itemStyle, upperLabel }];
     const still = { animation: false, roam: false, nodeClick: false, breadcrumb: { show: false } };
-    const all = [...data, ...data.flatMap(({ children }) => children ?? [])];
+    const all = [...data, ...data.flatMap(({ children }) => children)];
     const sizes = all.map(({ children, value }) => UNITS[chart.unit](children?.reduce((sum, leaf) => sum + leaf.value, 0) ?? value));
     const words = all.flatMap(({ name }, at) => [name, sizes[at], `${name}  ${sizes[at]}`]);
     return { words, series: [{ type: "treemap", ...still, left: 0, right: 0, top: 0, bottom: 0, label, levels, itemStyle, data }] };
