@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,24 +38,8 @@ from cgplan.backends.host_sync import (
 from cgplan.backends.tape_pool import TapePool
 from cgplan.errors import CaptureError
 
-# their ``out=`` overload rounds alike
-_WRITE_AS_THEY_RETURN = (
-    "aten::mm",
-    "aten::addmm",
-    "aten::bmm",
-    "aten::baddbmm",
-    "aten::_softmax",
-    "aten::cat",
-    "aten::index",
-)
 _COLLECTIVES = ("c10d", "_c10d_functional")
 _POSTED = ("c10d::send", "c10d::recv_")
-_PLACEMENT = {
-    "dtype",
-    "layout",
-    "device",
-    "pin_memory",
-}
 
 
 @dataclass(frozen=True)
@@ -277,7 +261,7 @@ class Tape:
                 blocks[source._cdata] = block.copy_(source)
             results[i] = placed[i] = tensor_on(blocks[source._cdata], leaf)
         if self._makes_step(func, flat, placed):
-            self._add_step(func, partial(call, *fixed_args, **fixed_kwargs), placed, len(flat))
+            self._add_step(func, partial(call, *fixed_args, **fixed_kwargs), placed)
         result = tree_unflatten(results, spec)
         self.refusals.follow(func, args, kwargs, result)
         return result
@@ -306,26 +290,16 @@ class Tape:
         func: Any,
         call: partial[Any],
         placed: dict[int, Tensor],
-        results: int,
     ) -> None:
-        slots = {}
+        slots = []
         for i, tensor in placed.items():
-            slots[i] = self._fixed(tensor)
-        variant = _out_variant(func) if slots and len(slots) == results else None
-        if variant is not None:
-            overload, names, left_out = variant
-            keywords = dict(zip(names, slots.values(), strict=True))
-            for given, value in call.keywords.items():
-                if given not in left_out:
-                    keywords[given] = value
-            call = partial(overload, *call.args, **keywords)
-            slots = {}
+            slots.append((i, self._fixed(tensor)))
         name = func._schema.name
         if self.launches is not None:
             first = len(self.steps)
             launch = Launch(first, first + 1, name, blamed_line(), frozenset())
             self.launches.append(launch)
-        self.steps.append(Step(name, call, tuple(slots.items()), name in _POSTED))
+        self.steps.append(Step(name, call, tuple(slots), name in _POSTED))
 
     def _fixed(self, tensor: Tensor) -> Tensor:
         """Without a hold on its block, deaf to ``.data =``."""
@@ -375,30 +349,7 @@ def replay(steps: list[Step]) -> None:
             if step.is_posted:
                 posted.append(result)
             if step.copies:
-                flat = tree_flatten(result)[0]
+                flat = [result] if isinstance(result, Tensor) else tree_leaves(result)
                 for i, slot in step.copies:
                     slot.copy_(flat[i])
         _wait(posted)
-
-
-@cache
-def _out_variant(func: Any) -> tuple[Any, list[str], set[str]] | None:
-    """An overload that writes into given results and rounds alike, their names, and arguments that
-    they replace.
-    """
-    schema = func._schema
-    if schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
-        return None
-    if torch.Tag.pointwise not in func.tags and schema.name not in _WRITE_AS_THEY_RETURN:
-        return None
-    for name in func.overloadpacket.overloads():
-        overload = getattr(func.overloadpacket, name)
-        arguments = overload._schema.arguments
-        left_out = _PLACEMENT - {argument.name for argument in arguments}
-        outs = [argument for argument in arguments if argument.is_out]
-        taken = [(a.name, str(a.type)) for a in arguments if not a.is_out]
-        given = [(a.name, str(a.type)) for a in schema.arguments if a.name not in left_out]
-        makes_tensors = [str(out.type) for out in outs] == ["Tensor"] * len(schema.returns)
-        if outs and taken == given and makes_tensors:
-            return overload, [out.name for out in outs], left_out
-    return None
