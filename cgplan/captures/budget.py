@@ -75,7 +75,7 @@ class BudgetGuard:
         before: MemoryReading,
     ) -> None:
         self.budget = graphs.config.budget
-        self._limits = self.budget.model_dump(exclude={"compile_time"})
+        self._limits = self.budget.model_dump()
         self.active = set(self._limits.values()) != {None}
         self.shared_bytes = graphs.pools.nbytes
         self.stops: list[StopRecord] = []

@@ -209,8 +209,6 @@ class BudgetConfig(Section):
     """
     capture_time: SecondsToSpend | None = None
     """Time for captures and warm-ups: seconds, or with a unit (ms, s, min)."""
-    compile_time: SecondsToSpend | None = None
-    """Time for static compilations (`compilation.compile_shapes`); sizes beyond share a trace."""
     max_graphs: Count | None = None
     """Graphs at most. Without traffic the largest sizes stay, and those that pad least."""
     reserve: Bytes | None = None

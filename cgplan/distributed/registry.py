@@ -35,8 +35,6 @@ class Registration:
     """Of one rank."""
 
     rows: int = 0  # captured all-reduces
-    buffers: int = 0  # distinct inputs
-    bases: int = 0  # their allocations
     mapped_bytes: int = 0  # of peers' allocations
     registration_seconds: float = 0.0
 
@@ -124,11 +122,8 @@ class GraphBufferRegistry:
             if self.table.device.type == "cuda":
                 torch.cuda.synchronize(self.table.device)
         self.is_sealed = True
-        own = shared[own_rank]
         found = Registration(
             rows=self.rows,
-            buffers=len(set(own)),
-            bases=len({memory.handle for memory in own}),
             mapped_bytes=sum(mapped.end - mapped.base for mapped in self._opened.values()),
             registration_seconds=time.perf_counter() - start,
         )

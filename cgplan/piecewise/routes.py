@@ -90,12 +90,6 @@ class SplitRoute:
 
     def warnings(self) -> list[str]:
         found = []
-        if isinstance(self.forward, PiecewiseModel) and self.forward.over_budget:
-            sizes = ", ".join(map(str, self.forward.over_budget))
-            found.append(
-                f"budget.compile_time pays for no more traces of one size: {sizes} tokens share "
-                "one (one row may not)"
-            )
         pieces = self.pieces
         if self.name == "ops" and pieces and not any(piece.eager for piece in pieces):
             found.append(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-import time
 import weakref
 from collections.abc import Collection, Mapping
 from types import CodeType, FunctionType
@@ -47,9 +46,6 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
 
     One row, and each of ``static_sizes`` (in tokens), has a trace of its own. A replay enters
     neither Dynamo nor the model's Python code.
-
-    Attributes:
-        over_budget: Static sizes that share a trace because ``budget.compile_time`` was spent.
     """
 
     def __init__(
@@ -72,9 +68,7 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
         self._specs = config.tensors_at((1,) * (len(config.dim_names) - 1))
         self._reader = BatchReader(config.inputs, config.dim_names, backend.device)
         self._keys: set[object] = set()
-        self._static = set(static_sizes)
-        self._compile_seconds = [0.0]
-        self.over_budget: list[int] = []
+        self._static = static_sizes
         splitter = weakref.ref(self.splitter)  # Dynamo keeps it
 
         def note_miss(failure: Any) -> None:
@@ -130,12 +124,7 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
             accumulated_recompile_limit=max(config.accumulated_recompile_limit, len(self._keys)),
         )
         with shapes, tracing, autocast_cache(on=False):
-            start = time.perf_counter()
-            known = len(self.splitter.traces)
-            result = self._run_trace(is_static, own, inputs)
-            if is_static and len(self.splitter.traces) > known:
-                self._compile_seconds.append(time.perf_counter() - start)
-            return result
+            return self._run_trace(is_static, own, inputs)
 
     def _run_trace(self, is_static: bool, own: Kwargs, inputs: Kwargs) -> Any:
         dynamo = torch._dynamo.exc
@@ -170,19 +159,10 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
             raise inner if isinstance(inner, CgplanError) else error from None
 
     def _is_static(self, context: ForwardContext | None) -> bool:
-        """The first call of each key decides."""
         if context is None:
             return self._config.compilation.compile_shapes == "static"
-        size = context.descriptor.num_tokens
-        is_new = context.descriptor not in self._keys
         self._keys.add(context.descriptor)
-        if is_new and size in self._static:
-            limit = self._config.budget.compile_time
-            expected = sum(self._compile_seconds) + max(self._compile_seconds)
-            if limit is not None and expected > limit:
-                self._static.remove(size)
-                self.over_budget.append(size)
-        return size in self._static
+        return context.descriptor.num_tokens in self._static
 
     def _warm_up(self, args: Args, kwargs: Kwargs) -> None:
         saved = [(tensor, tensor.clone()) for tensor in kwargs.values()]

@@ -192,8 +192,6 @@ class RankRecord(Record):
     device: str  # the GPU's UUID, or "cpu"
     all_reduce: str  # "custom", "nccl" (gloo on the CPU) or "symm_mem"
     rows: int = 0
-    buffers: int = 0
-    bases: int = 0
     mapped_bytes: int = 0
     registration_seconds: float = 0.0
     pool_bytes: int

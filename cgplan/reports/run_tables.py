@@ -11,7 +11,6 @@ from typing import Any
 from rich.console import Group, RenderableType
 
 from cgplan.modes import CUDAGraphMode
-from cgplan.planning.costs import Predicted
 from cgplan.planning.plan import Key, Lane
 from cgplan.reports.layout import (
     Bytes,
@@ -87,6 +86,7 @@ def _capture(report: CaptureReport) -> RenderableType:
     made = environment(report.environment)
     if not report.records:
         return stacked(head, facts("Graphs: none", _totals(report)), made)
+    predicted = list(_prediction(report))
     split = None
     if report.split:
         split = facts("Split", [*_split_rows(report.split), *_segment_rows(report)])
@@ -95,7 +95,7 @@ def _capture(report: CaptureReport) -> RenderableType:
         captured(report),
         split,
         _state(report),
-        *_prediction(report),
+        facts("Prediction", predicted) if predicted else None,
         _ranks(report.ranks),
         facts("Totals", _totals(report)),
         made,
@@ -218,36 +218,18 @@ def _state(report: CaptureReport) -> RenderableType | None:
     return Group(table, sentences(put_back))
 
 
-def _prediction(report: CaptureReport) -> Iterator[RenderableType]:
+def _prediction(report: CaptureReport) -> Iterator[Fact]:
     predicted = report.plan.predicted
     if not predicted:
         return
-    columns = [
-        TextColumn("key", "0.lane"),
-        Column("tokens", "0.descriptor.num_tokens"),
-        Bytes("pool\npredicted", "1.pool_bytes"),
-        Bytes("measured", "0.pool_growth"),
-    ]
     parts = [
         ("static buffers", predicted.static_bytes, report.static_bytes),
         ("pool", predicted.pool_bytes, report.pool_bytes),
     ]
     if report.driver_bytes is not None:
-        columns.append(Bytes("driver\npredicted", "1.driver_bytes"))
-        columns.append(Bytes("measured", "0.driver_bytes"))
         parts.append(("workspaces", predicted.workspace_bytes, report.workspace_bytes))
         parts.append(("driver", predicted.driver_bytes, report.graph_driver_bytes))
-    columns.append(Seconds("time\npredicted", "1.seconds"))
-    columns.append(Seconds("measured", "0.seconds"))
-    pairs = zip(report.records, predicted.keys, strict=True)
-    yield titled("Predicted against measured", Grid(pairs, *columns))
     parts.append(("memory", sum(part[1] for part in parts), report.graph_bytes))
-    yield facts("Prediction", _prediction_rows(report, predicted, parts))
-
-
-def _prediction_rows(
-    report: CaptureReport, predicted: Predicted, parts: Sequence[tuple[str, int, int]]
-) -> Iterator[Fact]:
     yield "from", predicted_by(predicted)
     yield from labelled("note", predicted.notes)
     yield from labelled("note", _without_graph(report))
@@ -316,7 +298,7 @@ def _ranks(ranks: Sequence[RankRecord]) -> RenderableType | None:
     if not ranks:
         return None
     together: dict[str, Any] = {"rank": "all"}
-    for name in ("rows", "buffers", "bases", "mapped_bytes", "pool_bytes", "total_bytes"):
+    for name in ("rows", "mapped_bytes", "pool_bytes", "total_bytes"):
         together[name] = sum(getattr(record, name) for record in ranks)
     for name in ("registration_seconds", "session_seconds"):
         together[name] = max(getattr(record, name) for record in ranks)
@@ -326,8 +308,6 @@ def _ranks(ranks: Sequence[RankRecord]) -> RenderableType | None:
         TextColumn("rank"),
         TextColumn("all-reduce", "all_reduce"),
         Column("rows"),
-        Column("buffers"),
-        Column("bases"),
         Bytes("mapped", "mapped_bytes"),
         Seconds("registration", "registration_seconds"),
         Bytes("pool", "pool_bytes"),

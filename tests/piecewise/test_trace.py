@@ -427,31 +427,6 @@ def test_inductor_compiles_sizes_together_or_alone(mode: str, shapes: str, trace
     assert cached[1] > 0
 
 
-def test_sizes_beyond_the_time_to_compile_share_a_trace(backend: GraphBackend) -> None:
-    model = Model(backend).eval()
-    config = validate_config(
-        {
-            "inputs": {"x": Input(shape=("num_tokens", 4), dtype="float32", pad=0)},
-            "compilation": {
-                "cudagraph_mode": "PIECEWISE",
-                "cudagraph_capture_sizes": [2, 4, 8, 16],
-                "splitting_ops": ["recorded::middle", "recorded::parts"],
-                "compile_shapes": "static",
-            },
-            "budget": {"compile_time": "1ms"},
-            "device": backend.device.type,
-        }
-    )
-    with closing(CaptureSession(build_plan(config), model, backend, config).run()) as runner:
-        assert runner.plan.capture_sizes == (2, 4, 8, 16)
-        assert len(runner.graphs.route.splitter.traces) == 2  # type: ignore[union-attr]
-        said = "budget.compile_time pays for no more traces of one size: 8, 4, 2 tokens share one (one row may not)"
-        assert said in runner.report.warnings
-        for rows in (1, 16):
-            x = rows_of(backend, rows)
-            same(runner(x=x), runner.run_eagerly(x=x))
-
-
 def test_a_model_that_every_call_changes_is_refused_with_the_guard(backend: GraphBackend) -> None:
     calls = []
 
