@@ -42,7 +42,6 @@ from cgplan.reports.records import (
     CaptureReport,
     DoctorReport,
     Environment,
-    OwnerKind,
     PointerReport,
     WatchReport,
 )
@@ -575,8 +574,7 @@ def _of_audit(report: AuditReport) -> Iterator[Section]:
                 TextColumn("detail"),
             ),
         )
-    keys = [(_name(key.key), key.kinds) for key in report.keys]
-    yield from _pointers(report, keys, source)
+    yield _owners(report, source)
 
 
 def _of_watch(report: WatchReport) -> Iterator[Section]:
@@ -587,14 +585,11 @@ def _of_watch(report: WatchReport) -> Iterator[Section]:
     if report.graphs:
         about = "Graphs in the order of their capture."
         yield Section("Graphs", about, source, Grid(report.graphs, *WATCHED))
-        graphs = [(graph.name, graph.kinds) for graph in report.graphs]
-        yield from _pointers(report, graphs, source)
+        yield _owners(report, source)
 
 
-def _pointers(
-    report: PointerReport, graphs: Iterable[tuple[str, Mapping[OwnerKind, int]]], source: str
-) -> Iterator[Section]:
-    yield Section(
+def _owners(report: PointerReport, source: str) -> Section:
+    return Section(
         "Owners",
         "Memory that the graphs point into.",
         source,
@@ -606,25 +601,6 @@ def _pointers(
             Column("pointers", "words", count),
             Column("keys"),
         ),
-    )
-    rows = list[Row]()
-    for name, kinds in graphs:
-        rows += [(name, kind, words) for kind, words in kinds.items()]
-    yield Section(
-        "Pointers by kind of owner",
-        "Pointers of each graph or key by kind of memory.",
-        source,
-        table_of(rows, {"key": str, "kind": str, "pointers": count}),
-        [
-            chart(
-                "bars",
-                "Pointers by key",
-                "key",
-                "pointers",
-                by="kind",
-                stack=True,
-            )
-        ],
     )
 
 

@@ -18,7 +18,7 @@ const COLOURS = {
   "graph pool": "--c1", "static buffers": "--c2", driver: "--c3", workspaces: "--c4",
   compile: "--c2", "warm-up": "--c4", capture: "--c1", "start-up": "--c1", steps: "--c1",
   "eager median": "--c2", "graph median": "--c1", "replay median": "--c3",
-  cgplan: "--c1", bare: "--c3", "free block": "--bad", "unowned block": "--bad", unmapped: "--bad",
+  cgplan: "--c1", bare: "--c3",
   "this plan": "--c1", "the best with so many graphs": "--soft", padding: "--c2", "steps so far": "--c1",
 };
 const FILE = Symbol("file"); // of a row: the report that it is of, where two stand beside each other
