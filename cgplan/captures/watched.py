@@ -66,6 +66,7 @@ Read = tuple[StorageWeakRef, str]  # memory that a graph reads, and its path or 
 
 
 class _Place(NamedTuple):
+    path: str
     memory: Memory  # of its elements
     whole: Memory  # of its storage
     storage: StorageWeakRef
@@ -74,27 +75,27 @@ class _Place(NamedTuple):
 
 
 class Places:
-    """Where tensors lie at one moment, by path and by memory."""
+    """Where tensors lie at one moment."""
 
     def __init__(
         self,
-        by_path: dict[str, _Place],
+        found: Collection[_Place],
         roots: Collection[str],
     ) -> None:
-        self.by_path = by_path
-        self.roots = set(roots)
-        self.by_home = {place.home: place for place in by_path.values()}
-        tied = dict[int, list[str]]()
-        for path in sorted(by_path, key=lambda path: -by_path[path].memory[1]):
-            tied.setdefault(by_path[path].memory[0], []).append(path)
-        self.by_memory = Stretches((*by_path[paths[0]].memory, paths) for paths in tied.values())
+        self.roots = roots
+        self.by_path = {place.path: place for place in found}
+        self.by_home = {place.home: place for place in found}
+        tied = dict[int, list[_Place]]()
+        for place in sorted(found, key=lambda place: -place.memory[1]):
+            tied.setdefault(place.memory[0], []).append(place)
+        self._by_memory = Stretches((*places[0].memory, places) for places in tied.values())
 
     @classmethod
     def of(
         cls,
         roots: Mapping[str, Any],
     ) -> Places:
-        found = dict[str, _Place]()
+        found = list[_Place]()
         for place in Fingerprint.of(roots, _device()).of_tensors:
             whole = span_of(place.value)
             if whole is None:
@@ -107,39 +108,43 @@ class Places:
             holder = (place.above or place).value
             if not issubclass(type(holder), nn.Module):
                 holder = place.value
-            found[place.path] = _Place(
-                memory,
-                whole,
-                StorageWeakRef(place.value.untyped_storage()),
-                weakref.ref(holder),
-                (id(holder), place.home[1]),
+            found.append(
+                _Place(
+                    place.path,
+                    memory,
+                    whole,
+                    StorageWeakRef(place.value.untyped_storage()),
+                    weakref.ref(holder),
+                    (id(holder), place.home[1]),
+                )
             )
-        return cls(found, roots)
+        return cls(found, list(roots))
 
     def living(self) -> Places:
         """Those whose memory is not freed."""
-        found = {path: place for path, place in self.by_path.items() if not place.storage.expired()}
+        found = [place for place in self.by_path.values() if not place.storage.expired()]
         return self if len(found) == len(self.by_path) else Places(found, self.roots)
+
+    def at(self, address: int) -> list[_Place]:
+        found = self._by_memory.find(address) or []
+        return [place for place in found if address < place.memory[1]]
 
     def _is_stale(
         self,
-        path: str,
+        before: _Place,
         now: Places,
     ) -> bool:
-        before = self.by_path[path]
-        if _OF_FUNCTIONS not in path:
-            start = before.memory[0]
-            found = now.by_path.get(path)
-            if found is not None:
-                return found.memory[0] != start
-            if before.holder() is not None:
-                found = now.by_home.get(before.home, before)
-                if found.memory[0] != start:
-                    return True
-            owners = now.by_memory.find(start) or [path]
-            if _root(path) in now.roots and self.roots.isdisjoint(map(_root, owners)):
-                return True
-        return bool(before.storage.expired())
+        found = None
+        if _OF_FUNCTIONS not in before.path:
+            found = now.by_path.get(before.path)
+            if found is None and before.holder() is not None:
+                found = now.by_home.get(before.home)
+        if found is None:
+            return bool(before.storage.expired())
+        if found.memory[0] != before.memory[0]:
+            return True
+        # taken out of its model, which lives on
+        return _root(before.path) in now.roots and _root(found.path) not in self.roots
 
     def find(
         self,
@@ -147,10 +152,10 @@ class Places:
         now: Places,
     ) -> tuple[str, bool]:
         """The path there, and whether it is stale."""
-        found = self.by_memory.find(address) or []
-        paths = [path for path in found if address < self.by_path[path].memory[1]]
-        stale = [path for path in paths if self._is_stale(path, now)]
-        return (stale or paths or [""])[0], bool(stale)
+        places = self.at(address)
+        stale = [place for place in places if self._is_stale(place, now)]
+        found = stale or places
+        return (found[0].path if found else ""), bool(stale)
 
 
 def _root(path: str) -> str:
@@ -211,7 +216,7 @@ class GraphWatch:
         self._kinds = Counter[str]()  # of named modules
         self._before = weakref.WeakSet((*captured, *living(torch.cuda.CUDAGraph)))
         self._known = set[Problem]()
-        self._places = Places({}, ())
+        self._places = Places((), ())
         self._due = 0.0  # the next look-up
         # graphs, at the last capture from these lines, which may be of another model
         self._ended = dict[tuple[str, ...], int]()
@@ -273,7 +278,7 @@ class GraphWatch:
         watched: WatchedGraph,
         graph: Any,
     ) -> list[Read]:
-        """Memory outside of its pool that the graph surely reads."""
+        """Outside of its pool, surely."""
         backend = self._backend_of_graphs()
         read = ReadGraph(
             watched,
@@ -290,11 +295,11 @@ class GraphWatch:
             block = blocks.find(address)
             if block is not None and is_among({watched.pool}, block.pool):
                 continue
-            paths = places.by_memory.find(address)
+            there = places.at(address)
             tensor = tensors.find(address)
-            if paths:
-                name = paths[0]
-                storage = places.by_path[name].storage
+            if there:
+                name = there[0].path
+                storage = there[0].storage
             elif tensor is not None and launch_of(pointer, "state")[1]:
                 memory = tensor.untyped_storage()
                 name = f"a tensor of {format_bytes(memory.nbytes())}"
@@ -444,15 +449,15 @@ class GraphWatch:
         at_capture = dict[int, str]()
         late = [graph.key.later for graph in graphs]
         for then in dict.fromkeys(late + [graph.key.places for graph in graphs]):
-            for path, place in then.by_path.items():
-                if _OF_FUNCTIONS not in path:
-                    at_capture[place.memory[0]] = path
+            for place in then.by_path.values():
+                if _OF_FUNCTIONS not in place.path:
+                    at_capture[place.memory[0]] = place.path
 
         # the first owner of memory counts
         given = Places.of(_named(roots))
-        owned = (*given.by_path.items(), *places.by_path.items())
-        state = [(*place.memory, Owner("state", path)) for path, place in owned]
-        state += [(*place.whole, Owner("state", path)) for path, place in owned]
+        owned = (*given.by_path.values(), *places.by_path.values())
+        state = [(*place.memory, Owner("state", place.path)) for place in owned]
+        state += [(*place.whole, Owner("state", place.path)) for place in owned]
         owners = Owners(
             backend,
             graphs,
