@@ -154,8 +154,8 @@ class DistributedConfig(Section):
     timeout: Annotated[Seconds, Field(gt=0)] = 60.0
     """How long ranks wait for one another, as in `30s`."""
     all_reduce_max_size: Bytes = 8 << 20
-    """Largest tensor of the custom and symm_mem all-reduce, in units of `budget.memory`; NCCL takes
-    larger ones. Ranks keep two buffers of this size.
+    """Largest tensor of the custom all-reduce, in units of `budget.memory`; NCCL takes larger ones.
+    Ranks keep two buffers of this size.
     """
     table_rows: Count = 1 << 14
     """Captured all-reduces of a runner at most."""
@@ -484,10 +484,9 @@ class CompilationConfig(Section):
     """Packages that `torch.cuda.is_current_stream_capturing()` tells no in captures, unless their
     code then needs the host.
     """
-    all_reduce: Literal["auto", "custom", "nccl", "symm_mem"] = "auto"
+    all_reduce: Literal["auto", "custom", "nccl"] = "auto"
     """custom: cgplan's kernels over registered graph buffers (shared memory on the CPU). nccl:
-    torch.distributed (gloo on the CPU). symm_mem: PyTorch's symmetric memory. auto: custom if it
-    works, else nccl.
+    torch.distributed (gloo on the CPU). auto: custom if it works, else nccl.
     """
     on_miss: Literal["eager", "error"] = "eager"
     """What becomes of a batch without a graph."""

@@ -214,56 +214,6 @@ class CollectiveAllReduce(AllReduce):
                 self._is_unfinished = False
 
 
-_SYMMETRIC_DTYPES = (torch.float32, torch.bfloat16)
-_ONE_SHOT_BYTES = 512 << 10  # beyond it two-shot
-_ALIGNMENT = 16
-
-
-class SymmetricAllReduce(AllReduce):
-    """Without multicast. Raises AllReduceError, on all ranks, where ``max_bytes`` of symmetric
-    memory cannot be opened.
-    """
-
-    name = "symm_mem"
-
-    def __init__(
-        self, ranks: Ranks, backend: GraphBackend, fallback: AllReduce, max_bytes: int
-    ) -> None:
-        super().__init__(ranks, backend, fallback)
-        from torch.distributed import _symmetric_memory as symmetric
-
-        self._max_bytes = max_bytes
-        self._group_name: str = "" if ranks.group is None else ranks.group.group_name
-        with ranks.step("opening symmetric memory"):
-            try:
-                self._buffer = symmetric.empty(max_bytes, dtype=torch.uint8, device=ranks.device)
-                symmetric.rendezvous(self._buffer, self._group_name)  # type: ignore[arg-type]
-            except RuntimeError as error:
-                raise AllReduceError(
-                    f"torch's symmetric memory cannot be opened: {first_line(error)}",
-                    remedy="Set compilation.all_reduce: custom or nccl.",
-                ) from error
-
-    def why_not(self, x: Tensor) -> str:
-        unit = _ALIGNMENT
-        if x.nbytes > _ONE_SHOT_BYTES:
-            unit *= self.world_size
-        has_size = x.nbytes <= self._max_bytes and x.nbytes % unit == 0
-        if has_size and x.dtype in _SYMMETRIC_DTYPES:
-            return ""
-        return f"a tensor of {x.dtype} does not fit torch's kernels"
-
-    def run(self, x: Tensor, out: Tensor, row: Tensor) -> None:  # noqa: ARG002
-        buffer = self._buffer[: x.nbytes].view(x.dtype)
-        buffer.copy_(x.view(-1))
-        summed = buffer
-        if x.nbytes <= _ONE_SHOT_BYTES:
-            summed = torch.ops.symm_mem.one_shot_all_reduce(buffer, "sum", self._group_name)
-        else:
-            torch.ops.symm_mem.two_shot_all_reduce_(buffer, "sum", self._group_name)
-        out.view(-1).copy_(summed)
-
-
 def _all_reduce(x: Tensor, group: int) -> Tensor:
     found = _at(group)
     # a look runs on one rank alone

@@ -18,7 +18,7 @@ from cgplan.backends import GraphBackend
 from cgplan.backends.context import current_forward_context
 from cgplan.captures.rank_sync import PeerMemory
 from cgplan.config import Config, DistributedConfig
-from cgplan.distributed.all_reduce import AllReduce, CollectiveAllReduce, SymmetricAllReduce
+from cgplan.distributed.all_reduce import AllReduce, CollectiveAllReduce
 from cgplan.distributed.ranks import Ranks
 from cgplan.distributed.registry import SUM_ALIKE, GraphBufferRegistry, Registration
 from cgplan.distributed.transports import (
@@ -350,7 +350,7 @@ def open_all_reduce(config: Config, ranks: Ranks, backend: GraphBackend) -> AllR
     collective = CollectiveAllReduce(ranks, backend)
     if wanted == "nccl":
         return collective
-    reasons = ranks.agree("the choice of the all-reduce", value=_why_not(wanted, ranks))
+    reasons = ranks.agree("the choice of the all-reduce", value=_why_not(ranks))
     for rank, reason in enumerate(reasons):
         if reason and wanted != "auto":
             raise AllReduceError(
@@ -363,22 +363,15 @@ def open_all_reduce(config: Config, ranks: Ranks, backend: GraphBackend) -> AllR
                     "custom all-reduce: rank %d: %s; %s does it", rank, reason, collective.name
                 )
             return collective
-    if wanted == "symm_mem":
-        return SymmetricAllReduce(
-            ranks, backend, collective, config.distributed.all_reduce_max_size
-        )
     kind = CpuAllReduce if ranks.device.type == "cpu" else CudaAllReduce
     return kind(ranks, backend, collective, config.distributed)
 
 
-def _why_not(wanted: str, ranks: Ranks) -> str:
+def _why_not(ranks: Ranks) -> str:
     """Empty if this rank can take part."""
-    on_cpu = ranks.device.type == "cpu"
-    if on_cpu and wanted == "symm_mem":
-        return "symmetric memory needs GPUs"
     if len({presence.host for presence in ranks.presences}) > 1:
         return "the ranks are on several machines"
-    if on_cpu or wanted == "symm_mem":
+    if ranks.device.type == "cpu":
         return ""
     if ranks.world_size not in ONE_SHOT_BYTES:
         sizes = ", ".join(map(str, ONE_SHOT_BYTES))

@@ -190,7 +190,7 @@ class RankRecord(Record):
     rank: int
     host: str
     device: str  # the GPU's UUID, or "cpu"
-    all_reduce: str  # "custom", "nccl" (gloo on the CPU) or "symm_mem"
+    all_reduce: str  # "custom" or "nccl" (gloo on the CPU)
     rows: int = 0
     mapped_bytes: int = 0
     registration_seconds: float = 0.0

@@ -1,4 +1,4 @@
-"""Two GPUs: CUDA IPC, the Triton kernels, NCCL and symmetric memory, inside of captured graphs."""
+"""Two GPUs: CUDA IPC, the Triton kernels and NCCL, inside of captured graphs."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_counts_that_wrap_around() -> None:
     assert values(run_ranks(2, gpu.counts_wrap_around, **LIMITS)) == [0, 0]
 
 
-@pytest.mark.parametrize("all_reduce", ["custom", "nccl", "symm_mem"])
+@pytest.mark.parametrize("all_reduce", ["custom", "nccl"])
 def test_the_split_decoder(all_reduce: str) -> None:
     given = {"all_reduce": all_reduce}
     for worst, _, rows, _ in values(
