@@ -147,7 +147,6 @@ class GraphBackend(ABC):
     def pool_memory(self, *pools: Pool) -> PoolMemory: ...
 
     def pool_bytes(self, *pools: Pool) -> int:
-        """Bytes reserved."""
         return self.pool_memory(*pools).nbytes
 
     @abstractmethod
@@ -197,7 +196,6 @@ class GraphBackend(ABC):
         return False
 
     def annotate(self, name: str) -> AbstractContextManager[object]:  # noqa: ARG002
-        """For the device's profilers."""
         return nullcontext()
 
     @abstractmethod
@@ -208,7 +206,6 @@ class GraphBackend(ABC):
         """Kernels, or operators on the tape; None if unknown."""
 
     def notes(self, graph: Graph) -> tuple[str, ...]:  # noqa: ARG002
-        """For the report."""
         return ()
 
     @abstractmethod

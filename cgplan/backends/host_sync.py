@@ -406,7 +406,6 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 
 def leaves_of(args: Args, kwargs: Kwargs) -> list[Any]:
-    """In lists at most."""
     leaves = []
     for value in (*args, *kwargs.values()):
         if type(value) in (list, tuple):

@@ -14,8 +14,7 @@ ALIGNMENT = 64  # bytes, as torch
 
 
 class TapePool:
-    """Blocks of host memory, freed by the last tensor on them. A block comes from the smallest free
-    span that holds it, else from a new segment.
+    """Blocks of host memory, freed by the last tensor on them.
 
     Args:
         limit: In bytes; beyond it ``take`` raises torch.OutOfMemoryError.
@@ -39,7 +38,6 @@ class TapePool:
 
     @property
     def held(self) -> int:
-        """Taken bytes."""
         return self.nbytes - sum(self._free.values())
 
     def spans(self) -> Iterator[tuple[int, int, bool]]:

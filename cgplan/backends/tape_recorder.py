@@ -44,11 +44,8 @@ _POSTED = ("c10d::send", "c10d::recv_")
 
 @dataclass(frozen=True)
 class Step:
-    """One operator.
-
-    Attributes:
-        copies: Fresh results by (index among the flat results, slot).
-        is_posted: Only the next step that is not posted waits for it.
+    """``copies``: fresh results by (index among the flat results, slot). ``is_posted``: only the
+    next step that is not posted waits for it.
     """
 
     operator: str

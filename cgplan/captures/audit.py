@@ -226,7 +226,6 @@ def pointers_of(
     *,
     on_host: bool,
 ) -> list[Pointer]:
-    """Words that may be addresses."""
     least = _LEAST_ON_HOST if on_host else _LEAST
     found = list[Pointer]()
     for graph in captured:
@@ -525,7 +524,6 @@ def _state(graphs: ModelGraphs) -> Iterator[tuple[int, int, Owner]]:
 
 
 def living_tensors() -> Iterator[tuple[Tensor, tuple[int, int]]]:
-    """Of the process, with their memory."""
     for tensor in living(Tensor):
         span = span_of(tensor)
         if span is not None:

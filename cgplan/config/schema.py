@@ -398,10 +398,7 @@ class CompilationConfig(Section):
     """
     cudagraph_num_of_warmups: CountOrZero | Literal["auto"] = "auto"
     """Eager runs of each key before its capture. auto: one of the first and of the smallest key of
-    each mode, and for others whose capture fails, compiles, or leaves something in the model; for
-    all keys of models that keep something for a size or change Python, on demand, in shared pools,
-    and of several ranks; of compiled code until two keys compile nothing. 0: the same without first
-    keys.
+    each mode, and of keys that need one (docs/concepts.md, Warm-ups). 0: of keys that need one.
     """
     cudagraph_copy_inputs: Flag = True
     """Calls copy tensors into static buffers. false: the caller writes into `runner.input_views`

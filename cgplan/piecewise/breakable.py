@@ -228,7 +228,7 @@ class BreakableCUDAGraphCapture:
         *,
         is_traced: bool = False,
     ) -> Any:
-        """``add_eager``; ``is_traced``: the function is operators of a trace."""
+        """``add_eager``; ``is_traced``: of a trace."""
         line = blamed_line()
         if not self.is_recording:
             raise CaptureError(

@@ -62,7 +62,6 @@ def as_eager_piece(
     *,
     is_traced: bool = False,
 ) -> Callable[P, R]:
-    """``is_traced``: the function is operators of a trace."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:

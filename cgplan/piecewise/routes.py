@@ -50,7 +50,6 @@ class SplitRoute:
 
     @property
     def pieces(self) -> Sequence[Piece]:
-        """Of a traced model."""
         if self.splitter is None or not self.splitter.pieces:
             return ()
         return self.splitter.pieces[0]

@@ -294,7 +294,6 @@ def _totals(report: CaptureReport) -> Iterator[Fact]:
 
 
 def _ranks(ranks: Sequence[RankRecord]) -> RenderableType | None:
-    """Each rank, then sums and longest times."""
     if not ranks:
         return None
     together: dict[str, Any] = {"rank": "all"}
@@ -748,7 +747,6 @@ def _words(pointed: Sequence[Any]) -> int:
 
 
 def _findings(report: AuditReport) -> RenderableType:
-    """A line for each address, with the first node that holds it."""
     lines: list[str] = []
     by_address = grouped((finding.address, finding) for finding in report.findings)
     for address, found in by_address.items():
