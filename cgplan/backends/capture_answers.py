@@ -1,10 +1,6 @@
 """Answers of ``torch.cuda.is_current_stream_capturing()`` by package.
 
-Note [Hidden captures]
-    Inside captures transformers builds masks that mask nothing, in case a shortcut reads the host,
-    and attention is slower. So captures are hidden from ``compilation.hide_capture_from`` if the
-    look saw no host sync. After one, warm-ups and a second look are captures to these packages,
-    too.
+docs/concepts.md, Code that asks whether a capture is under way, says why.
 """
 
 from __future__ import annotations

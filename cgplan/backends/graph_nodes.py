@@ -1,10 +1,7 @@
 """The nodes of a captured graph, and the addresses among their parameters.
 
-Note [Words]
-    Any 8 bytes among a kernel's parameters may be a pointer, and unused items of arrays hold
-    addresses of earlier launches. So words are ``certain`` in parameters of at most 64 bytes and at
-    the beginning of larger ones, where tensors have their address. cuBLAS passes one buffer, zero
-    elsewhere: its words are certain.
+docs/audit.md, What it reads, says which words are ``certain``. Beside its pointers cuBLAS's buffer
+is zero.
 """
 
 from __future__ import annotations

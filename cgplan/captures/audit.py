@@ -1,10 +1,5 @@
 """Who owns the memory that graphs point to. Tensors that the walk misses (in sets or compiled code)
-count as the model's.
-
-Note [Second capture]
-    A graph and its twin live together, in two pools. Words that differ, each in its pool, are
-    addresses. The same word, in free memory of the graph's pool, is none: the twin got no memory
-    there. Elsewhere nothing is proven: weights keep their place, unused items of arrays differ.
+count as the model's. docs/audit.md says what proves a pointer.
 """
 
 from __future__ import annotations
@@ -281,7 +276,7 @@ def proofs_of(
     graphs: Iterable[Any],
     pools: Sequence[Any],
 ) -> dict[int, Owner] | None:
-    """Of words by number; None for different nodes. See Note [Second capture]."""
+    """Of words by number; None for different nodes."""
     nodes, other = map(backend.nodes, graphs)
     if nodes.names != other.names or nodes.words.size != other.words.size:
         return None

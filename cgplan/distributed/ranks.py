@@ -3,8 +3,7 @@
 Note [Steps]
     All ranks come to the same steps. Each brings a value or an error through torch's TCPStore; all
     get all values, or raise the same error. After a late rank there are no more steps. A rank that
-    raises between steps says so in the store, where CPU sums look. Sums on a GPU, and gloo's, end
-    by their timeout, which that rank waits out.
+    raises between steps says so in the store, where CPU sums look.
 
 Note [Teardown]
     Shared memory is taken down in this order: (1) a step: no rank replays; (2) each rank closes its

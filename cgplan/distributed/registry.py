@@ -1,10 +1,5 @@
-"""Where the inputs of captured all-reduces lie for every rank.
-
-Note [Registration]
-    A captured all-reduce cannot know where its peers' inputs lie: its kernel gets a row in a table
-    on the device, one column a rank. `register` compares the inputs' shapes and dtypes (a kernel
-    reads peers' inputs as its own), exchanges handles and offsets, opens each allocation once,
-    writes the rows, and waits for the device.
+"""Where the inputs of captured all-reduces lie for every rank: docs/distributed.md, Buffers that
+graphs read.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ First graphs of a chain of small kernels, by ``torch.cuda.graph``, with and with
 process: seconds of the captures, memory of the process and of the device, microseconds of a replay, and the seconds of
 ``check``; "checked" is ``watch(every_replay=True)``. Then models of zoo.yaml, each captured by ``torch.cuda.graph`` and
 by reduce-overhead under a watch: all pointers must be live. With ``--words`` each is captured by ``torch.cuda.graph``
-twice, in two pools that live together: ``watch.prove`` then counts how often the rule of an audit (cgplan's
-graph_nodes.py, Note [Words]) is wrong. With ``--gallery`` its programs under tensordict's CudaGraphModule and under
+twice, in two pools that live together: ``watch.prove`` then counts how often the rule of an audit
+(docs/audit.md, What it reads) is wrong. With ``--gallery`` its programs under tensordict's CudaGraphModule and under
 cgplan. Needs a GPU.
 """
 
