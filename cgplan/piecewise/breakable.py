@@ -92,16 +92,6 @@ class BreakableCUDAGraphCapture:
         return tuple(item for item in self._items if isinstance(item, EagerPiece))
 
     @property
-    def num_graphs(self) -> int:
-        """Segments."""
-        return len(self.graphs)
-
-    @property
-    def num_eager_breaks(self) -> int:
-        """Eager pieces."""
-        return len(self.eager_pieces)
-
-    @property
     def is_recording(self) -> bool:
         """Whether a segment is being captured."""
         return self._open is not None
@@ -172,7 +162,13 @@ class BreakableCUDAGraphCapture:
     def recorded(self, output: Any, slots: dict[int, torch.Tensor]) -> Recorded:
         """For graph wrappers, once the block was left."""
         return Recorded(
-            self, output, slots, self.replay, self.reset, self.graphs, self.num_eager_breaks
+            self,
+            output,
+            slots,
+            self.replay,
+            self.reset,
+            self.graphs,
+            len(self.eager_pieces),
         )
 
     def new_slot(self, value: torch.Tensor) -> torch.Tensor:

@@ -296,15 +296,9 @@ def _totals(report: CaptureReport) -> Iterator[Fact]:
 def _ranks(ranks: Sequence[RankRecord]) -> RenderableType | None:
     if not ranks:
         return None
-    together: dict[str, Any] = {"rank": "all"}
-    for name in ("rows", "mapped_bytes", "pool_bytes", "total_bytes"):
-        together[name] = sum(getattr(record, name) for record in ranks)
-    for name in ("registration_seconds", "session_seconds"):
-        together[name] = max(getattr(record, name) for record in ranks)
-    together["all_reduce"] = ", ".join(dict.fromkeys(record.all_reduce for record in ranks))
     return Grid(
-        [*ranks, RankRecord.model_construct(**together)],
-        TextColumn("rank"),
+        ranks,
+        Column("rank"),
         TextColumn("all-reduce", "all_reduce"),
         Column("rows"),
         Bytes("mapped", "mapped_bytes"),

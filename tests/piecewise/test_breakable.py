@@ -222,7 +222,7 @@ def test_replay_equals_eager_bit_for_bit(backend: GraphBackend, name: str) -> No
         made, output = capture(backend, lambda: forward(x))
     same(output, forward(x.clone()))  # a capture is a real forward
     assert kinds(made) == segments
-    assert (made.num_graphs, made.num_eager_breaks) == (segments.count("S"), segments.count("e"))
+    assert (len(made.graphs), len(made.eager_pieces)) == (segments.count("S"), segments.count("e"))
     assert all(backend.num_nodes(graph) for graph in made.graphs)
     for seed in (1, 2, 3, 4):
         fresh = randn(backend, 4, 6, seed=seed)
@@ -735,7 +735,7 @@ def test_arguments_and_slots_leave_their_blocks_to_later_segments() -> None:
     def pool_bytes(layers: int) -> int:
         pool = backend.new_pool()
         made, _ = capture(backend, lambda: forward(layers), pool)
-        assert made.num_eager_breaks == layers
+        assert len(made.eager_pieces) == layers
         return backend.pool_bytes(pool)
 
     assert pool_bytes(12) == pool_bytes(3)

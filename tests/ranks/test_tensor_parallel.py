@@ -97,7 +97,7 @@ def test_bench_on_ranks(tmp_path: Path) -> None:
     assert len(report["records"]) == 2
     assert printed.count("Bench") == 1
     rows = [line.split()[:3] for line in printed.splitlines() if " custom " in line]
-    assert rows == [["0", "custom", "4"], ["1", "custom", "4"], ["all", "custom", "8"]]
+    assert rows == [["0", "custom", "4"], ["1", "custom", "4"]]
 
 
 def test_inspect_and_plan_run_on_rank_0_alone(tmp_path: Path) -> None:
