@@ -1,9 +1,5 @@
 """The CUDA graphs of a process, whoever captures them, and what became of the memory they read.
 
-Note [Kept graphs]
-    Nodes can be read while a graph's `cudaGraph_t` lives. Inside a watch `torch.cuda.CUDAGraph`
-    keeps it, and `capture_end` instantiates the graph, as it does without a watch.
-
 Note [Modules of the process]
     The garbage collector lists them; Dynamo would trace a hook of torch.nn. `gc.freeze()`, which
     engines call around captures, hides objects from the list, so they are noted before.
@@ -526,8 +522,7 @@ def watch(
             ...  # capture, and replace weights later
         print(watch.check())
 
-    Also a plain call, which watches until ``close``. Outputs and replays are the same. Without a
-    GPU it sees cgplan's own graphs.
+    Also a plain call, which watches until ``close``. Without a GPU it sees cgplan's own graphs.
 
     Args:
         roots: Objects by name whose tensors get paths; absent: all modules.

@@ -393,8 +393,7 @@ class CompilationConfig(Section):
     """
     pool: Literal["shared", "per_mode", "per_graph"] = "shared"
     """Graphs that share memory. shared: all of a runner. per_mode: those of a mode. per_graph:
-    none; outputs last until their own graph's next replay, evicted graphs free memory at once, and
-    memory is highest.
+    none; outputs last until their own graph's next replay.
     """
     cudagraph_num_of_warmups: CountOrZero | Literal["auto"] = "auto"
     """Eager runs of each key before its capture. auto: one of the first and of the smallest key of
@@ -422,8 +421,8 @@ class CompilationConfig(Section):
     piecewise: Literal["auto", "ops", "modules", "wrappers"] = "auto"
     """ops: a trace is split at splitting_ops. modules: the capture breaks at splitting_modules,
     splitting_ops, and functions under eager_break_during_capture. wrappers: the model holds
-    CUDAGraphWrappers. auto: modules if splitting_modules are given, or no splitting_ops and the
-    model calls such functions; else ops.
+    CUDAGraphWrappers. auto: modules where these are given, or such functions are called and no
+    splitting_ops are given; else ops.
     """
     compiler: Literal["eager", "inductor"] = "eager"
     """How segments run. inductor compiles each distinct one once, needs a GPU, and traces in every
@@ -467,7 +466,7 @@ class CompilationConfig(Section):
     ] = "off"
     """Whether captures look up each pointer's owner, operator and line, which takes time. error: a
     pointer into memory that is not the runner's is an error. prove: as error, after a second
-    capture, which takes as long again, has shown which words are pointers.
+    capture has shown which words are pointers.
     """
     attention_support: Attention = AttentionSupport.ALWAYS
     """Batches whose attention can stand inside a FULL graph."""

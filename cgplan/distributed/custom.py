@@ -55,11 +55,7 @@ _SAME_CALLS = "Every rank has to make the same calls in the same order."
 
 
 class CustomAllReduce(AllReduce):
-    """Sums over registered buffers; owns its transport.
-
-    A FULL graph reads peers' inputs in their graphs. Eager calls and PIECEWISE segments, which run
-    before registration, copy inputs to a staging buffer.
-    """
+    """Sums over registered buffers; owns its transport."""
 
     name = "custom"
 

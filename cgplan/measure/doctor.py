@@ -1,4 +1,4 @@
-"""What of a step runs inside graphs, and what a replay cannot be faster than."""
+"""What of a step runs inside graphs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Eager pieces: functions that run between two segments.
+"""Eager pieces: functions that run between two segments. docs/piecewise.md, State, says what they
+may do.
 
 Note [Output slots]
     A piece may return a fresh tensor each time, but a segment reads one address. So each run copies
@@ -6,16 +7,8 @@ Note [Output slots]
     does state (of modules that the piece was called on or with) that it does not bind again. Views
     of one memory get slots in one block.
 
-    An attribute that the piece binds to a new tensor holds a slot until the capture ends; the slot
-    follows it while shape and dtype stay.
-
-Note [Tensor objects]
     Each run hands the user's function new tensor objects, which it may change. Unlike ``.data``,
     ``detach()`` shares the count of writes, which the runner watches.
-
-Note [Memory of pieces]
-    What a piece makes and does not return lies elsewhere in the next run. A dispatch mode, which
-    does not see into compiled code, refuses segments, pieces and results that use it.
 """
 
 from __future__ import annotations
@@ -329,7 +322,7 @@ class EagerPiece:
 
 
 class PieceMemory(OperatorMode):
-    """Of a capture, see Note [Memory of pieces].
+    """Refuses what a piece made and did not return. It does not see into compiled code.
 
     Attributes:
         piece: That runs.
