@@ -76,11 +76,7 @@ class Launch(NamedTuple):
 
 
 class OperatorLog(OperatorMode):
-    """Notes operators that are captured.
-
-    Args:
-        open_launches: Of the graph that is captured.
-    """
+    """``open_launches``: of the graph that is captured."""
 
     def __init__(
         self,

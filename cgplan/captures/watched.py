@@ -363,8 +363,8 @@ class GraphWatch:
     ) -> None:
         """Compare a graph with ``twin``, a second capture of its function into another pool.
 
-        Later checks, which do not need the twin, count each pointer into the graph's pool as
-        proven, and each word that only looks like one as disproven.
+        Later checks count pointers into the graph's pool as proven, and words that only look like
+        some as disproven.
 
         Raises ConfigError for graphs with different nodes, in one pool, or unknown to the watch;
         BackendError as ``check``.

@@ -430,8 +430,7 @@ class CompilationConfig(Section):
     """
     compile_shapes: Literal["auto", "dynamic", "static"] = "auto"
     """Sizes that a trace serves. dynamic: all; one row has another. static: one. auto: with
-    inductor static for the four sizes with most steps of traffic, without it for the smallest and
-    the largest; else dynamic.
+    inductor static for the sizes that matter most; else dynamic.
     """
     address_check: Annotated[
         Literal["off", "first", "always"],

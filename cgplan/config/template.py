@@ -89,8 +89,4 @@ compilation:
 scheduler:
   max_num_seqs: 256                 # requests in one batch at most
   max_num_batched_tokens: 8192      # tokens in one batch at most
-
-# report:
-#   sizes: [1, 3, 8, 32]            # that `cgplan bench` measures; absent: all
-#   repeats: 30
 """

@@ -1,8 +1,5 @@
-"""The operator ``cgplan::all_reduce``, and its implementations.
-
-``torch.ops.cgplan.all_reduce(x, group)`` returns the sum of all ranks' ``x``, the same bits on all.
-All ranks call it in the same order with the same shapes, on one stream. ``cgplan::all_reduce_row``
-inside it is one node or step.
+"""The operator ``cgplan::all_reduce`` (docs/distributed.md), and its implementations.
+``cgplan::all_reduce_row`` inside it is one node or step.
 
 Note [Unfinished sums]
     Where a rank left a sum, the next sum would take the others' parts for its own. So a rank that
@@ -87,7 +84,6 @@ class AllReduce(ABC):
         return result
 
     def reduce(self, x: Tensor) -> Tensor:
-        """The operator's body."""
         reason = self.why_not(x)
         if reason and self._fallback is not None:
             if self.rank == 0 and reason not in self._logged:

@@ -229,10 +229,10 @@ class CudaAllReduce(CustomAllReduce):
 
 
 class CpuAllReduce(CustomAllReduce):
-    """In a barrier each rank raises its count, writes it to its place in all signals, and waits
-    until its own are as high. Each place is one aligned word with one writer. A yield, which passes
-    through locks, before each write and after each wait orders data and counts on any processor.
-    After the counts are records of inputs.
+    """Barriers are those of Note [Signals] in triton_kernels.py, by one count for each rank. Each
+    place is one aligned word with one writer. A yield, which passes through locks, before each
+    write and after each wait orders data and counts on any processor. After the counts are records
+    of inputs.
     """
 
     def __init__(

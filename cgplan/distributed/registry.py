@@ -73,7 +73,6 @@ class GraphBufferRegistry:
 
     @property
     def rows(self) -> int:
-        """Handed out."""
         return len(self._addresses)
 
     def take_row(self, tensor: Tensor) -> Tensor:

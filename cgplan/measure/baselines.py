@@ -222,7 +222,6 @@ def make_graphed_callables(
     bench: Comparison,
     baseline: Baseline,
 ) -> None:
-    """One for each size, in one pool, without gradients."""
     graphed = dict[int, Callable[..., Any]]()
     pool = torch.cuda.graph_pool_handle()
     baseline.undo.callback(graphed.clear)

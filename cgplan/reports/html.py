@@ -409,8 +409,7 @@ def _memory(sides: Mapping[str, Parts], source: str) -> Section:
                 rows[row] = (*row, *(other.get(row) for other in sides.values()))
     return Section(
         "Memory",
-        "Device memory by part and key. Keys share a pool: the first takes most of it. The driver "
-        "takes chunks.",
+        "Device memory by part and key. The first key of a pool takes most of it.",
         source,
         table_of(
             rows.values(),
