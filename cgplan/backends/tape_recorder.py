@@ -56,7 +56,7 @@ class Step:
     def tensors(self) -> list[Tensor]:
         if self.operator == "aten::lift_fresh":  # of Python's numbers
             return tensors_in(self.copies)
-        return tensors_in((self.copies, self.call.args, self.call.keywords))
+        return tensors_in((self.call.args, self.call.keywords, self.copies))
 
 
 @dataclass(slots=True)
