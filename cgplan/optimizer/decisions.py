@@ -227,11 +227,12 @@ class Planner:
             if missed:
                 judged = f"misses its SLO: {missed}"
             verdict = f"{judged}; {verdict}"
+        warnings, notes = times.said_for(plan.mode)
         return PlanCheck(
             traffic_source=traffic.source,
             traffic_weight=traffic.total,
             times_source=times.source,
-            notes=(*traffic.notes, *times.notes_for(plan.mode)),
+            notes=(*warnings, *traffic.notes, *notes),
             points=(own, *points),
             regret=regret,
             decode_regret=of_decode,

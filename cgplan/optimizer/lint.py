@@ -155,7 +155,7 @@ def _unmeasured_sizes(plan: Plan, run: Run) -> Iterator[str]:
         beyond = [size for size in sizes if size > most]
         if beyond:
             yield (
-                f"{lane}: sizes {listed(beyond)} are larger than those that were measured, up to "
+                f"{lane}: sizes {listed(beyond)} are larger than the steps measured, up to "
                 f"{most}: their gain is extrapolated"
             )
 

@@ -573,7 +573,8 @@ class PlannedGraphs:
             lower_us = min(lower_us, run.expected_us)
         lost = self.best.total - lower
         ladders = [self._ladder(name, ladder) for name, ladder in inputs.ladders.items()]
-        warnings = [*run.times.warnings, *run.traffic.warnings]
+        of_times, times_notes = run.times.said_for(plan.mode)
+        warnings = [*of_times, *run.traffic.warnings]
         doubt = ""
         if run.unmeasured > MOST_UNMEASURED:
             beyond = f"{run.unmeasured:.0%} of the steps have sizes that were not measured"
@@ -603,7 +604,7 @@ class PlannedGraphs:
             traffic_weight=run.traffic.total,
             traffic_notes=run.traffic.notes,
             times_source=run.times.source,
-            times_notes=run.times.notes_for(plan.mode),
+            times_notes=times_notes,
             **of_costs(costs),
             rule=self._rule(),
             graphs=len(plan.keys),

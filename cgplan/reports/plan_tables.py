@@ -92,7 +92,7 @@ USES = (TextColumn("graph", _used), Share("steps", "share"), Share("padding"))
 
 
 def brief(plan: Plan) -> RenderableType:
-    """A plan in at most 45 lines of 100 columns, and what one pastes into an engine."""
+    """A plan on one screen, and what one pastes into an engine."""
     if not plan.evidence:
         return stacked(facts("Plan", [*_rows(plan), *said(plan, brief=True)]), _to_paste(plan))
     evidence = Evidence.model_validate(plan.evidence)
@@ -177,7 +177,7 @@ def said(plan: Plan, brief: bool = False) -> list[Fact]:
     warnings = (*plan.warnings, *plan.lint, *evidence.get("warnings", ()))
     weighed = labelled("weighed", evidence.get("decisions", ()))
     told = labelled("warning", warnings) + labelled("note", notes)
-    shown = max(MOST_SAID - len(weighed), 2)
+    shown = max(MOST_SAID - len(weighed), len(warnings))
     left = len(told) - shown
     if not brief or left <= 0:
         return [*weighed, *told]

@@ -388,9 +388,7 @@ class TimeCurve(Record):
                 f"{name} at {size} tokens took {value:.0f} us, a smaller batch {height:.0f} us: "
                 "raised to that, since more tokens do not take less time"
             )
-        first, last = self.points[0][0], self.points[-1][0]
-        if first > FEW and self.mode is not CUDAGraphMode.PIECEWISE:
-            yield f"{name} below {first} tokens was not measured: taken as long"
+        last = self.points[-1][0]
         if len(self.points) < 2:
             yield f"{name} was measured at {last} tokens only"
         else:
@@ -445,6 +443,7 @@ class StepTimes(Record):
         modes = {mode for mode, _ in points}
         curves = []
         said = list(notes)
+        warnings = []
         for mode, case in sorted(points, key=lambda key: (key[0].value, key[1])):
             raw = sorted(points[mode, case].items())
             sizes, times = zip(*raw, strict=True)
@@ -457,12 +456,17 @@ class StepTimes(Record):
             elif CUDAGraphMode.FULL in modes:
                 floor = ", and at least the time of a FULL graph"
             said += curve.notes(raw, floor)
+            if sizes[0] > FEW and mode is not CUDAGraphMode.PIECEWISE:
+                warnings.append(
+                    f"{_name(mode)} below {sizes[0]} tokens was not measured: taken as long; "
+                    "measure smaller steps, too: eager ones of an engine by a start without graphs"
+                )
         if modes == {CUDAGraphMode.NONE, CUDAGraphMode.FULL}:
-            said.append(
+            warnings.append(
                 f"PIECEWISE was not measured: FULL plus {PIECEWISE_SHARE:.0%} of the time that "
                 "eager takes longer"
             )
-        return cls(source=source, curves=tuple(curves), notes=tuple(said))
+        return cls(source=source, curves=tuple(curves), notes=tuple(said), warnings=tuple(warnings))
 
     @classmethod
     def default(cls) -> StepTimes:
@@ -514,19 +518,17 @@ class StepTimes(Record):
             found.setdefault(form or TABLE, []).append(raw)
         return _of_rows(found, path)
 
-    def notes_for(
-        self,
-        mode: CUDAGraphMode,
-    ) -> tuple[str, ...]:
-        """The notes, less those on PIECEWISE graphs if the resolved mode has none, and one on FULL
-        graphs of mixed batches that were not measured.
-        """
-        notes = self.notes
-        if not mode.has_mode(CUDAGraphMode.PIECEWISE):
-            notes = tuple(note for note in notes if not note.startswith("PIECEWISE "))
+    def said_for(self, mode: CUDAGraphMode) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Warnings and notes, less those on PIECEWISE graphs if the resolved mode has none."""
+        said = []
+        for texts in (self.warnings, self.notes):
+            if not mode.has_mode(CUDAGraphMode.PIECEWISE):
+                texts = tuple(text for text in texts if not text.startswith("PIECEWISE "))
+            said.append(texts)
+        warnings, notes = said
         if self.full_of_decode and mode.mixed_mode() is CUDAGraphMode.FULL:
-            notes += (FULL_OF_DECODE,)
-        return notes
+            warnings += (FULL_OF_DECODE,)
+        return warnings, notes
 
     def of(
         self,
@@ -760,7 +762,7 @@ def _of_rows(
                 f"{_name(curve.mode)} at {counted(size, 'token')} takes "
                 f"{format_microseconds(time)}, {likeness:.2g} times the default: is the unit right?"
             )
-    return times.changed(warnings=tuple(warnings[:1]))
+    return times.changed(warnings=(*warnings[:1], *times.warnings))
 
 
 def _of_runs(

@@ -754,7 +754,7 @@ def test_everything_is_said_once(home: Path, traffic: bool) -> None:
         good(*command, "--emit", "json").stderr
     ).splitlines()  # vLLM's plan has one list of sizes
     assert [line for line in sizes_by_lane if line in in_json] == in_json
-    shown = good(*command)
+    shown = good(*command, "--verbose")
     words = " ".join(shown.stdout.split())
     assert [words.count(line.removeprefix("note: ")) for line in about] == [1, 1]
     assert shown.stderr == ""

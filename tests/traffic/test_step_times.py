@@ -135,17 +135,17 @@ def test_times_between_and_beyond_points(
     ],
 )
 def test_assumptions_and_raised_points_are_noted(points: Any, note: str) -> None:
-    assert any(found.startswith(note) for found in times_of(**points).notes)
+    times = times_of(**points)
+    assert any(found.startswith(note) for found in (*times.warnings, *times.notes))
 
 
 def test_small_changes_and_modes_that_a_plan_lacks_are_not_noted() -> None:
     assert not any("took" in note for note in times_of(FULL={1: 10.0, 8: 9.9}).notes)
     times = times_of(NONE={1: 100}, FULL={1: 20})
-    assert (
-        times.notes_for(FULL)
-        == tuple(note for note in times.notes if "PIECEWISE" not in note)
-        != times.notes
-    )
+    (warning,) = times.warnings
+    assert "PIECEWISE was not measured" in warning
+    assert times.said_for(FULL) == ((), times.notes)
+    assert times.said_for(CUDAGraphMode.FULL_AND_PIECEWISE) == (times.warnings, times.notes)
 
 
 @settings(max_examples=50, deadline=None)
@@ -523,8 +523,9 @@ def test_full_times_of_uniform_decode_alone_are_known_as_such(
 ) -> None:
     times = StepTimes.parse(text, "x")
     assert times.full_of_decode is is_of_decode
-    assert (FULL_OF_DECODE in times.notes_for(FULL)) is is_of_decode
-    assert FULL_OF_DECODE not in times.notes_for(CUDAGraphMode.FULL_AND_PIECEWISE)
+    warnings, _ = times.said_for(FULL)
+    assert (FULL_OF_DECODE in warnings) is is_of_decode
+    assert FULL_OF_DECODE not in times.said_for(CUDAGraphMode.FULL_AND_PIECEWISE)[0]
     assert StepTimes.parse(times.model_dump_json(), "x").full_of_decode is is_of_decode
 
 
@@ -595,10 +596,11 @@ def test_wrong_files_of_other_programs(text: str, message: str) -> None:
 
 def test_a_table_may_be_in_another_unit_and_a_bench_may_not() -> None:
     rows = HEADER + "NONE,1,14\nFULL,1,4\n"
-    (told,) = StepTimes.parse(rows, "times.csv").warnings
+    told, _ = StepTimes.parse(rows, "times.csv").warnings
     assert told == "eager at 1 token takes 14.0 us, 0.00097 times the default: is the unit right?"
     small = bench(record(1, 14.0, "FULL", 4.0))
-    assert StepTimes.parse(json.dumps(small), "bench.json").warnings == ()
+    (other,) = StepTimes.parse(json.dumps(small), "bench.json").warnings
+    assert "PIECEWISE was not measured" in other
 
 
 def test_iterations_of_a_vllm_log_are_step_times() -> None:
