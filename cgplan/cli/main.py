@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
-from re import findall
+from re import findall, search
 from typing import Annotated, Any
 
 import typer
@@ -61,16 +61,29 @@ class _Plans(TyperGroup):
         for at, word in enumerate(args):
             if word in self.commands:
                 break
-            if word == "vllm" and before not in with_value:
-                raise BadParameter(
-                    "that is a command of vLLM: give `cgplan plan --vllm '{}'` those of its "
-                    "options that `cgplan plan -h` lists (docs/planning.md, For vLLM)"
-                )
             if word.endswith(YAML) and before not in with_value:
                 args = [*args[:at], "--file", *args[at:]]
                 break
             before = word
         return super().parse_args(ctx, args)
+
+
+class _Commands(TyperGroup):
+    def invoke(self, ctx: Any) -> Any:
+        """A word that may be vLLM's is refused with what takes its place."""
+        try:
+            return super().invoke(ctx)
+        except Exception as error:
+            usage: Any = error
+            said = getattr(usage, "message", "")
+            is_unknown = search(r"No such option|command 'vllm'|\(vllm ", said)
+            if is_unknown and any(each.name == "vllm" for each in usage.ctx.command.params):
+                usage.message = (
+                    f"{said.rstrip('.')}. Of vLLM: --vllm JSON takes the keys of its --compilation-"
+                    "config, such as cudagraph_capture_sizes; -h lists its other options that "
+                    "decide on graphs; leave out the rest (docs/planning.md, For vLLM)"
+                )
+            raise
 
 
 def example(*lines: str) -> str:
@@ -88,6 +101,7 @@ def command(group: typer.Typer, *lines: str, name: str | None = None) -> Callabl
 
 
 app = typer.Typer(
+    cls=_Commands,
     name="cgplan",
     help="Plan, capture and measure CUDA graphs of any PyTorch model, from one YAML file.",
     epilog=example(

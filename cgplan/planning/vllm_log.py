@@ -132,10 +132,9 @@ class StartLog:
     def of_other_options(self, plan: Plan) -> Iterator[str]:
         """A sentence, if the number of graphs differs."""
         own = sum(count for count, _ in self.graphs.values())
-        planned = len(plan.keys)
-        if own not in (0, planned):
+        if own not in (0, len(plan.keys), plan.num_graphs):
             graphs = counted(own, "graph")
-            yield f"the log is of a start with {graphs}, the configuration has {planned}"
+            yield f"the log is of a start with {graphs}, the configuration has {plan.graph_words}"
 
     def said(self) -> Iterator[str]:
         """Sentences on the memory of the graphs, and on vLLM's options for the KV cache."""

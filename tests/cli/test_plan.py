@@ -831,7 +831,7 @@ def test_vllm_check(home: Path) -> None:
     assert good("vllm", "check", *same).stdout == good("vllm", "check", *drafted).stdout
     shown = unwrapped(good("vllm", "check", *drafted, "--log", str(START)).stdout)
     assert "vLLM captures 49 graphs (26 of them of the draft model) in mode" in shown
-    assert "the log is of a start with 9 graphs, the configuration has 23" in shown
+    assert "the log is of a start with 9 graphs, the configuration has 49 graphs (26" in shown
     assert "by the log the graphs took 512 MiB and 3 s" in shown
     refused_log = cgplan_command("vllm", "check", *bounds, "--log", "good.yaml")
     assert refused_log.exit_code == errors.ReportError.exit_code
@@ -1071,8 +1071,12 @@ def test_what_a_plan_of_several_sizes_refuses(home: Path) -> None:
     [
         ("plan --vllm --max-num-seqs 256", "--vllm '{}' --max-num-seqs"),
         ("vllm check --vllm --max-num-seqs 256", "--vllm '{}' --max-num-seqs"),
-        ("plan vllm serve a/b --max-num-seqs 256 --port 80", "a command of vLLM"),
-        ("plan --vllm {} vllm serve a/b", "a command of vLLM"),
+        ("plan vllm serve a/b --max-num-seqs 256 --port 80", "'vllm'. Of vLLM: --vllm JSON"),
+        ("plan --vllm {} vllm serve a/b", "'vllm'. Of vLLM: --vllm JSON"),
+        ("vllm check vllm serve a/b", "Of vLLM: --vllm JSON"),
+        ("plan --vllm {} --cudagraph-capture-sizes 1 2", "keys of its --compilation-config"),
+        ("vllm check --gpu-memory-utilization 0.9", "leave out the rest"),
+        ("inspect --vllm {} --max_num_seqs 4", "(Possible options: --max-num-seqs)"),
         ("plan --vllm {} --enforce-eager", "leave it out"),
         ("inspect --vllm {} --enforce-eager", "leave it out"),
         ("plan --vllm {} --max-num-seqs 100 --max-num-batched-tokens 64", "which vLLM refuses"),
@@ -1086,6 +1090,15 @@ def test_options_of_vllm_that_cannot_be_planned_are_explained(command: str, said
     result = cgplan_command(*command.split())
     assert result.exit_code == 2
     assert said in unwrapped(result.stderr)
+
+
+@pytest.mark.parametrize(
+    "command", ["capture --gpu-memory-utilization 0.9", "plan p.json", "plan --emit vllmx"]
+)
+def test_other_words_are_refused_without_a_word_on_vllm(command: str) -> None:
+    result = cgplan_command(*command.split())
+    assert result.exit_code == 2
+    assert "Of vLLM" not in result.stderr
 
 
 def test_as_many_tokens_as_requests_are_planned_for_vllm() -> None:
