@@ -2,18 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
 from cgplan.config import Config
 from cgplan.errors import ModeError, PlanError
 from cgplan.modes import BatchDescriptor, CUDAGraphMode, Key
+from cgplan.optimizer import boxes
+from cgplan.optimizer import propose as proposing
+from cgplan.optimizer.evidence import Evidence
 from cgplan.planning import Plan, build_plan
 from cgplan.planning.costs import GraphCosts
 from cgplan.planning.plan import capture_order
 
 PIECEWISE, FULL = CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
+
+
+class Proposed(NamedTuple):
+    plan: Plan
+    evidence: Evidence
+
+    @classmethod
+    def of(cls, plan: Plan) -> Proposed:
+        return cls(plan, Evidence.model_validate(plan.evidence))
+
+
+def propose(*given: Any, **options: Any) -> Proposed:
+    return Proposed.of(proposing.propose(*given, **options))
+
+
+def propose_boxes(*given: Any, **options: Any) -> Proposed:
+    return Proposed.of(boxes.propose_boxes(*given, **options))
 
 
 def config_of(

@@ -304,8 +304,8 @@ def _for_sizes(
     if loads.step_times:
         surface = StepSurface.load(loads.step_times, config.dim_names)
     sizes = read_sizes(loads.files[0][0], dims_of(config), build_plan(config))
-    proposal = propose_boxes(config, sizes, surface, priced.costs)
-    return proposal.plan.changed(machine=priced.machine)
+    plan = propose_boxes(config, sizes, surface, priced.costs)
+    return plan.changed(machine=priced.machine)
 
 
 def _for_traffic(

@@ -39,7 +39,7 @@ from cgplan.optimizer.paths import (
     Ints,
     best_paths,
 )
-from cgplan.optimizer.propose import EXACT, Proposal
+from cgplan.optimizer.propose import EXACT
 from cgplan.optimizer.search import ROUNDING
 from cgplan.planning.build import (
     build_plan,
@@ -111,7 +111,7 @@ def propose_boxes(
     traffic: SizeCounts,
     surface: StepSurface | None = None,
     costs: GraphCosts | None = None,
-) -> Proposal:
+) -> Plan:
     """The plan with the shortest expected step for batches of several sizes, inside
     ``config.budget``.
 
@@ -158,14 +158,13 @@ def propose_boxes(
     evidence = problem.evidence(BOXES if most is None else most // len(lanes))
     boxes = [(use.size or 0, *use.sizes) for use in evidence.uses]
     plan = plan_of(boxes)
-    plan = plan.changed(
+    return plan.changed(
         predicted=costs and costs.of(plan.keys),
         config_hash=config_hash(config),
         config=capture_config(config),
         sizes_source=f"{PLANNED_FOR} {traffic.source}",
         evidence=evidence.model_dump(mode="json"),
     )
-    return Proposal(plan=plan, evidence=evidence)
 
 
 @dataclass

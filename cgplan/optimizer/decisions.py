@@ -38,8 +38,8 @@ from cgplan.units import format_bytes, format_microseconds
 Source = Traffic | RequestTrace
 INSURANCE = 0.1  # if none is asked for
 HIGHER_LOADS = (2.0, 4.0)  # of a robust plan
-OTHER_SHARES = (0.1, 0.05, 0.025)  # of the steps, for each other load; the first that
-GIVEN_UP = 0.003  # makes the mean step of the load itself at most so much longer
+OTHER_SHARES = (0.1, 0.05, 0.025)  # of the steps, for each other load, tried in turn
+GIVEN_UP = 0.003  # the most by which they may lengthen the mean step of the load itself
 # requests, beyond which less is shown and tried; first plans and modes are of so many
 LARGE = 200_000
 MOST_FOR_SLO = 128  # graphs that an SLO is tried with; p99 need not fall with more
@@ -188,7 +188,7 @@ class Planner:
             own_us = use.unpadded / use.weight
             made = use_of(use, run, step_us=step_us, own_us=own_us)
             uses.append(made)
-        own = point_of("this plan", run, graphs)
+        own = point_of("this plan", run)
         anew = self._planned(config)
         others = {"planned anew": anew.plan}
         if graphs and graphs != len(anew.plan.keys):
@@ -197,12 +197,7 @@ class Planner:
         others |= anew.inputs.ladders
         points = []
         for name, other in others.items():
-            point = point_of(
-                name,
-                Run(other.keys, traffic, times),
-                len(other.keys),
-            )
-            points.append(point)
+            points.append(point_of(name, Run(other.keys, traffic, times)))
         most = math.inf
         if config.budget != BudgetConfig():
             most = max(graphs, config.budget.max_graphs or 0)
@@ -532,7 +527,7 @@ class Planner:
         notes += self._other_bounds(config, self._shown(miss))
         if plan.draft_keys:
             notes.append("max_graphs counts the draft model's graphs, costs and step times do not")
-        proposal = planned.proposal(
+        return planned.explained(
             service=tuple(self._points(config, plan, miss)),
             slo=tuple(self.slo),
             objective=self.objective,
@@ -541,7 +536,6 @@ class Planner:
             slo_missed=None if miss is None or miss.holds else miss.text,
             decisions=tuple(notes),
         )
-        return proposal.plan
 
     def _points(
         self,

@@ -92,6 +92,7 @@ class Run:
     there is none. Raises StepTimeError where times of a mode that runs a batch are missing.
 
     Attributes:
+        graphs: Their number.
         traffic, times: The batches, and how long steps take.
         batches, weights: ``columns_of`` the traffic.
         missed: Whether a batch runs eagerly.
@@ -115,6 +116,7 @@ class Run:
         self._place = np.full_like(tokens, np.inf)  # of the lane; inf: eager
         self.beyond = np.zeros(tokens.shape, dtype=bool)
         pairs = [(Lane.of(*key), key[1].num_tokens) for key in keys]
+        self.graphs = len(pairs)
         held = grouped(pairs)
         self._lanes = sorted(held, key=attrgetter("place"))
         missed = np.isinf(self._place)

@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 
 from cgplan.config import Config
-from cgplan.config.values import Record
 from cgplan.errors import BudgetError, PlanError
 from cgplan.modes import CUDAGraphMode, Key
 from cgplan.optimizer.evidence import (
@@ -108,13 +107,6 @@ RULE = (
 UNPROVEN = "the search did not find it, and the plan is not proven to be the best"
 
 
-class Proposal(Record):
-    """A plan and why it is as it is; ``plan.evidence`` holds the same in JSON."""
-
-    plan: Plan
-    evidence: Evidence
-
-
 def plan_graphs(inputs: PlanInputs) -> PlannedGraphs:
     """The plan with the shortest expected step for this traffic inside ``config.budget``.
 
@@ -142,42 +134,39 @@ def plan_graphs(inputs: PlanInputs) -> PlannedGraphs:
     problem = curve.problem
     most = config.budget.max_graphs
     graphs = min(most or curve.enough, MOST_GRAPHS)
-    worth = WORTH * problem.changeable
-    above = float(curve.found.value[min(graphs, curve.graphs)]) - problem.best_total
-    slack = max(worth - above, 0.0)  # the number of a plan, given again, is that of the same plan
-    best = curve.found.best(min(graphs, curve.graphs), slack)
+    goal = problem.best_total + WORTH * problem.changeable  # below it no graph is worth a word
+    best = curve.found.best(min(graphs, curve.graphs), goal)
     limits = inputs.limits(graphs)
     if graphs > curve.graphs or not inputs.pays_for(limits, curve.keys_of(best.chosen)):
-        problem = inputs.priced(curve.planned)
+        problem = inputs.priced(inputs.insured)
         _check_one_graph(inputs, limits, problem)
         if most is None:
             limits = replace(limits, graphs=len(curve.keys_of(best.chosen)))
-            slack = worth
-        best = best_plan(problem, limits, slack=slack)
+        best = best_plan(problem, limits, goal=goal)
     keys = problem.keys_of(best.chosen, inputs.base)
     best_alone: list[float] = []
     if inputs.worst:
         keys, best_alone = _least_regret(inputs, keys, limits)
-        total = inputs.step(keys, curve.planned) * problem.weight
+        total = inputs.step(keys, inputs.insured) * problem.weight
         best = replace(best, total=total, least=total)
-    if inputs.failed or inputs.has_room_for_more(problem) or inputs.pools_shrink:
-        # neighbours of failed sizes, more graphs, and larger sizes with smaller pools are not tried
+    if inputs.failed or inputs.pools_shrink or (most or 0) > MOST_GRAPHS:
+        # neighbours of failed sizes, larger sizes with smaller pools, and more graphs are not tried
         bound = min(best.bound, problem.best_total)
         best = replace(best, bound=bound)
-    run = Run(keys, curve.seen, inputs.times)
+    run = Run(keys, inputs.seen, inputs.times)
     sizes = {descriptor.num_tokens for _, descriptor in keys}
     plan = inputs.base.changed(
         capture_sizes=tuple(sorted(sizes)),
-        sizes_source=f"{PLANNED_FOR} {curve.seen.source}",
+        sizes_source=f"{PLANNED_FOR} {inputs.seen.source}",
         keys=keys,
         predicted=inputs.costs and inputs.costs.of(keys),
     )
     return PlannedGraphs(plan, inputs, best, run, best_alone)
 
 
-def propose(*given: Any, **options: Any) -> Proposal:
+def propose(*given: Any, **options: Any) -> Plan:
     """What ``plan_graphs`` chooses for a ``PlanInputs`` of these, with the evidence for it."""
-    return plan_graphs(PlanInputs(*given, **options)).proposal()
+    return plan_graphs(PlanInputs(*given, **options)).explained()
 
 
 @dataclass(frozen=True)
@@ -223,13 +212,28 @@ class PlanInputs:
         return [(given, 1.0)] if isinstance(given, Traffic) else given
 
     @cached_property
-    def insured(self) -> WeightedTraffic:
-        """Other traffic and, last, batches that none shows."""
-        insured = list(self.beside)
+    def seen(self) -> Traffic:
+        """The loads as one."""
+        return Traffic.mixed(self.loads)
+
+    @cached_property
+    def others(self) -> WeightedTraffic:
+        """Traffic that is planned for, too, and, last, batches that none shows."""
+        others = list(self.beside)
         if self.insurance:
-            unseen = Traffic.mixed(self.loads).unseen(self.base)
-            insured.append((unseen, self.insurance))
-        return insured
+            others.append((self.seen.unseen(self.base), self.insurance))
+        return others
+
+    def with_others(self, seen: Traffic) -> Traffic:
+        if not self.others:
+            return seen
+        rest = 1 - sum(share for _, share in self.others)
+        return Traffic.mixed([(seen, rest), *self.others])
+
+    @cached_property
+    def insured(self) -> Traffic:
+        """What sizes are chosen for."""
+        return self.with_others(self.seen)
 
     def limits(self, graphs: int) -> Limits:
         """Without costs, memory and seconds bound nothing."""
@@ -299,17 +303,9 @@ class PlanInputs:
         has_prices = self.limits(0).has_prices
         return self.problem(traffic, self.costs if has_prices else None)
 
-    def planned(self, loads: WeightedTraffic) -> Traffic:
-        """Loads, and what is insured beside them."""
-        seen = Traffic.mixed(loads)
-        if not self.insured:
-            return seen
-        rest = 1 - sum(share for _, share in self.insured)
-        return Traffic.mixed([(seen, rest), *self.insured])
-
     @cached_property
     def curve(self) -> Curve:
-        return Curve(self, Traffic.mixed(self.loads), self.planned(self.loads))
+        return Curve(self)
 
     def step(
         self,
@@ -330,13 +326,6 @@ class PlanInputs:
             if costs.falls(lane.mode, every):
                 return True
         return False
-
-    def has_room_for_more(self, problem: Problem) -> bool:
-        graphs = MOST_GRAPHS + 1
-        most = self.config.budget.max_graphs or 0
-        driver, seconds = problem.least(graphs)[:, -1]
-        paid = self.limits(most).pays_for(graphs, driver, seconds)
-        return math.isfinite(driver) and bool(paid)
 
     def pays_for(self, limits: Limits, keys: tuple[Key, ...]) -> bool:
         costs = self.costs
@@ -386,7 +375,7 @@ def _least_regret(
         apart /= max(float(np.abs(apart).max()), EXACT)
         weights *= np.exp(4 / (1 + step) * apart)
         weighed = list(zip(loads, weights.tolist(), strict=True))
-        keys = best_keys(inputs.planned(weighed))
+        keys = best_keys(inputs.with_others(Traffic.mixed(weighed)))
     return found, alone
 
 
@@ -431,24 +420,18 @@ def _check_one_graph(
 
 @dataclass(frozen=True)
 class Curve:
-    """The best plans by their number of graphs, if nothing else is limited.
-
-    Attributes:
-        seen, planned: The traffic, and with what is insured.
-    """
+    """The best plans by their number of graphs, if nothing else is limited."""
 
     inputs: PlanInputs
-    seen: Traffic
-    planned: Traffic
 
     @cached_property
     def problem(self) -> Problem:
-        return self.inputs.problem(self.planned, None)
+        return self.inputs.problem(self.inputs.insured, None)
 
     @cached_property
     def alone(self) -> Problem:
         """Of the traffic alone."""
-        return self.inputs.problem(self.seen, None)
+        return self.inputs.problem(self.inputs.seen, None)
 
     @cached_property
     def found(self) -> Search:
@@ -470,7 +453,7 @@ class Curve:
             chosen = self.found.chosen(graphs)
             if chosen not in known:
                 keys = self.keys_of(chosen)
-                known[chosen] = self.inputs.step(keys, self.seen)
+                known[chosen] = self.inputs.step(keys, self.inputs.seen)
             steps.append(known[chosen])
         return steps
 
@@ -491,7 +474,7 @@ class Curve:
         goals = [ladders[name] for name in (inputs.asked, "vllm") if name in ladders]
         goals = goals or list(ladders.values())
         parts = [(load, ALIKE) for load, _ in inputs.loads]
-        parts += [(other, NO_GAIN) for other, _ in inputs.insured]
+        parts += [(other, NO_GAIN) for other, _ in inputs.others]
         longest = []
         for part, share in parts:
             slack = share * inputs.problem(part, None).changeable / part.total
@@ -553,11 +536,10 @@ class PlannedGraphs:
     def with_plan(self, **changed: Any) -> PlannedGraphs:
         return replace(self, plan=self.plan.changed(**changed))
 
-    def proposal(self, **decided: Any) -> Proposal:
-        """``decided``: what the evidence says besides."""
+    def explained(self, **decided: Any) -> Plan:
+        """The plan with its evidence; ``decided``: what that says besides."""
         evidence = self._evidence(decided)
-        plan = self.plan.changed(evidence=evidence.model_dump(mode="json"))
-        return Proposal(plan=plan, evidence=evidence)
+        return self.plan.changed(evidence=evidence.model_dump(mode="json"))
 
     def _evidence(self, decided: Mapping[str, Any]) -> Evidence:
         plan = self.plan
@@ -569,7 +551,7 @@ class PlannedGraphs:
         alone = curve.alone
         lower = min(self.best.bound, self.best.least)
         lower_us = lower / problem.weight
-        if not inputs.insured:
+        if not inputs.others:
             lower_us = min(lower_us, run.expected_us)
         lost = self.best.total - lower
         ladders = [self._ladder(name, ladder) for name, ladder in inputs.ladders.items()]
@@ -696,7 +678,6 @@ class PlannedGraphs:
         return point_of(
             name,
             run,
-            len(plan.keys),
             **curve.price(plan.keys),
             drafts=len(plan.draft_keys),
             equal=self._point_within(step),
@@ -771,7 +752,7 @@ class PlannedGraphs:
             if inputs.asked != "vllm":
                 ladder += " and the vllm ladder"
             as_good = f"as good as {ladder} within {ALIKE:.1%}"
-            if inputs.insured:
+            if inputs.others:
                 as_good += f", and {NO_GAIN:.0%} for batches not in the traffic"
             suffices = (
                 f"the fewest graphs that are {as_good}, and bring {1 - CLOSE:.0%} of "
@@ -923,13 +904,13 @@ def use_of(use: Use, run: Run, **more: Any) -> SizeUse:
     )
 
 
-def point_of(name: str, run: Run, graphs: int, **more: Any) -> LadderPoint:
+def point_of(name: str, run: Run, **more: Any) -> LadderPoint:
     """Graphs beside others, by the traffic that ran through them."""
     used = [use for use in run.uses if use.size is not None]
     return LadderPoint(
         name=name,
-        graphs=graphs,
-        unused=graphs - len(used),
+        graphs=run.graphs,
+        unused=run.graphs - len(used),
         expected_us=run.expected_us,
         padding=run.padding,
         **run.by_kind,

@@ -14,8 +14,8 @@ key. The search counts the cheapest keys of each lane. That allows too much, so 
 and if the limits pay for the plan all the same, it is the best one. If not, the range of the first
 of two lanes' graphs is halved, best bound first. If that does not help, because keys of a lane
 differ, one rate prices bytes and seconds, each as a share of its limit: the least of time + price *
-cost, less price * limit, is below every plan within the limits (a Lagrangian relaxation). Exchanges
-of sizes spend the rest of the limits.
+cost, less price * limit, is below every plan within the limits (a Lagrangian relaxation). The first
+graph's own seconds are taken off the limit there. Exchanges of sizes spend the rest.
 """
 
 from __future__ import annotations
@@ -104,10 +104,10 @@ def best_plan(
     problem: Problem,
     limits: Limits,
     *,
-    slack: float = 0.0,
+    goal: float = 0.0,
 ) -> Best:
-    """The best plan within the limits; of those within ``slack`` (microseconds, times weight) of
-    it, the one with the fewest graphs. The plan may have no graph.
+    """The best plan within the limits; of those that take no longer than ``goal`` (microseconds,
+    times weight), the one with the fewest graphs. The plan may have no graph.
 
     Exact with one lane or two if only the number of graphs is limited or all keys of a lane cost
     the same; otherwise ``bound`` says how good it is.
@@ -119,7 +119,7 @@ def best_plan(
     most = int(np.flatnonzero(paid)[-1])
     limits = replace(limits, graphs=most)
     found = Search(problem, limits)
-    best = found.best(most, slack)
+    best = found.best(most, goal)
     costs = problem.costs_of(best.chosen)
     pays = limits.pays_for(*costs)
     lanes = len(problem.lanes)
@@ -128,14 +128,13 @@ def best_plan(
         return best
     bound = best.bound
     if lanes == 2:
-        halved = _Halves(found).best(slack)
+        halved = _Halves(found).best(goal)
         if np.isfinite(halved.least):
             return halved
         bound = max(bound, halved.bound)
     chosen, priced = _priced(problem, limits)
     total = problem.total_of(chosen)
-    enough = problem.total_of(best.chosen) - slack
-    if pays and total >= enough:
+    if pays and best.total <= max(total, goal):
         return best
     bound = max(bound, priced)
     bound = min(bound, total)
@@ -152,7 +151,7 @@ class _Halves:
         self._whole = found.pair
         self._pairs: dict[tuple[int, int], Pair] = {}
 
-    def best(self, slack: float) -> Best:
+    def best(self, goal: float) -> Best:
         """The plan that a range proves; ``least`` is inf without one."""
         most = self._limits.graphs
         chosen, bound = self._best_of(most, np.inf)
@@ -160,7 +159,7 @@ class _Halves:
             return Best(((), ()), np.inf, np.inf, bound)
         problem = self._found.problem
         least = min(bound, problem.total_of(chosen))
-        enough = bound * (1 + PROVEN) + slack
+        enough = max(bound * (1 + PROVEN), goal)
         fewer: Chosen | None = chosen
         while fewer is not None:
             chosen = fewer
@@ -389,13 +388,13 @@ class Search:
     def best(
         self,
         graphs: int,
-        slack: float,
+        goal: float,
     ) -> Best:
-        """The plan with the fewest graphs of those within ``slack`` of the best one of at most so
-        many.
+        """The best plan of at most so many graphs, or the one with the fewest that reaches the
+        goal.
         """
         least = float(self.value[graphs])
-        enough = least * (1 + PROVEN) + slack
+        enough = max(least * (1 + PROVEN), goal)
         is_enough = self.value <= enough
         fewest = int(is_enough.argmax())
         chosen = self.chosen(min(graphs, fewest))

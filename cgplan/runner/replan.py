@@ -193,7 +193,7 @@ def _proposal(
         bounds = config.scheduler.changed(max_num_batched_tokens=most)
         limited = config.changed(scheduler=bounds)
     lost = uncapturable(captured.failed.values())
-    plan = propose(limited, traffic, times, costs, lost).plan
+    plan = propose(limited, traffic, times, costs, lost)
     return plan.changed(
         max_num_batched_tokens=tokens,
         config_hash=config_hash(config),

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from plans import propose_boxes
 
 from cgplan.config import Config
 from cgplan.errors import BudgetError, PlanError
 from cgplan.modes import BatchDescriptor, CUDAGraphMode, Key
-from cgplan.optimizer.boxes import propose_boxes
 from cgplan.optimizer.cover import Purse, best_columns
 from cgplan.optimizer.evidence import Evidence
 from cgplan.planning import Plan, build_plan, config_hash

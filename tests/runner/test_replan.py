@@ -890,7 +890,7 @@ def test_a_plan_from_the_report_of_a_lazy_runner_knows_what_failed(tmp_path: Pat
     assert {key[1].num_tokens: reason.split(":")[0] for key, reason in priced.failed.items()} == {
         4: "HostSyncError"
     }
-    plan = propose(runner.config, runner.stats.traffic(), TIMES, failed=priced.failed).plan
+    plan = propose(runner.config, runner.stats.traffic(), TIMES, failed=priced.failed)
     assert plan.capture_sizes == (2, 16)
     runner.close()
 
