@@ -43,11 +43,11 @@ class Row(NamedTuple):
     origin: str
 
 
-def inspect_config(request: InspectRequest) -> None:
-    """Show the plan of a configuration and the values that were set."""
-    path = request.path
-    loaded = read_config(path, request.settings())
+def inspect_config(request: InspectRequest, vllm: VllmConfig | None) -> None:
+    """Show the plan of a configuration, or of vLLM's, and the values that were set."""
+    loaded = vllm.loaded if vllm else read_config(request.path, request.settings())
     plan = within_count(build_plan(loaded.config), loaded.config)
+    notes: list[str] = []
     costs: GraphCosts | None = None
     if request.costs is not None:
         from cgplan.cli.costs import costs_of
@@ -55,9 +55,17 @@ def inspect_config(request: InspectRequest) -> None:
         priced = costs_of(loaded, request.costs)
         costs = priced.costs
         plan = priced.plan_of(plan)
+    path = Path("vLLM") if vllm else request.path
+    if vllm:
+        from cgplan.planning.engines import with_emission
+
+        plan = with_emission(plan, "vllm")
+        notes += vllm.notes
+    if costs and request.as_json:
+        notes += costs.notes
+    for text in notes:
+        note(f"note: {text}")
     if request.as_json:
-        for text in costs.notes if costs else ():
-            note(f"note: {text}")
         typer.echo(plan.model_dump_json(indent=2))
         return
     parts = [render(plan), lane_table(plan)]
@@ -77,7 +85,7 @@ def inspect_config(request: InspectRequest) -> None:
     show(*parts)
 
 
-def _key_table(rows: Iterable[Row], path: Path = Path()) -> RenderableType:
+def _key_table(rows: Iterable[Row], path: Path) -> RenderableType:
     """Origins in the file ``path`` are numbers of lines."""
     lines = [row._replace(origin=row.origin.replace(f"{path.name}:", "line ")) for row in rows]
     return Grid(lines, *map(TextColumn, Row._fields))
@@ -101,20 +109,6 @@ def _split_of(loaded: LoadedConfig) -> RenderableType:
     if found is None:
         return facts("Split", [("pieces", "none: no PIECEWISE graph is planned")])
     return render(found)
-
-
-def inspect_vllm(read: VllmConfig, *, as_json: bool) -> None:
-    from cgplan.planning.engines import with_emission
-
-    plan = with_emission(build_plan(read.loaded.config), "vllm")
-    for line in read.notes:
-        note(f"note: {line}")
-    if as_json:
-        typer.echo(plan.model_dump_json(indent=2))
-        return
-    rows = [row for row in origin_rows(read.loaded, plan) if row.origin != "default"]
-    rows = [row for row in rows if row.key != "report.sizes"]
-    show(render(plan), titled("vLLM's configuration", _key_table(rows)))
 
 
 def check_vllm(read: VllmConfig, file: Path | None) -> None:

@@ -323,16 +323,17 @@ def inspect(request: InspectRequest, engine: VllmOptions) -> None:
     if [report is not None, is_configuration, engine.vllm is not None].count(True) != 1:
         raise BadParameter("give one of --config FILE, --vllm JSON, or the path of a saved report")
     tables = {"--split": request.split, "--all": request.everything}
-    of_configuration = {**tables, "--costs": request.costs, "--set": request.overrides}
-    for option, value in of_configuration.items():
-        if value and not is_configuration:
-            raise BadParameter(f"{option} is about a configuration: give --config FILE with it")
+    if report:
+        of_configuration = {**tables, "--costs": request.costs, "--set": request.overrides}
+        for option, value in of_configuration.items():
+            if value:
+                raise BadParameter(f"{option} is about a configuration: give --config FILE with it")
     for option, value in tables.items():
         if value and request.as_json:
             raise BadParameter(f"{option} shows a table: leave out --json")
     if (request.html or request.other) and not report:
         raise BadParameter("--html and a second file are about a saved report: give its path")
-    vllm = engine.read()
+    vllm = engine.read(request.settings())
     if report:
         from cgplan.reports.records import Beside, load_report
 
@@ -345,12 +346,9 @@ def inspect(request: InspectRequest, engine: VllmOptions) -> None:
         found = Beside(reports=reports) if other else first
         publish(found, None, as_json=request.as_json, html=request.html)
         return
-    from cgplan.cli.inspect import inspect_config, inspect_vllm
+    from cgplan.cli.inspect import inspect_config
 
-    if not vllm:
-        inspect_config(request)
-    else:
-        inspect_vllm(vllm, as_json=request.as_json)
+    inspect_config(request, vllm)
 
 
 @command(

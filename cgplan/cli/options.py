@@ -367,7 +367,6 @@ class Loads:
     slo: list[Any] | None = None
     kv_cache_tokens: int | None = None
     kv_token_bytes: int | None = None
-    is_on_tape = False  # no option: so were the step times measured
 
     @property
     def files(self) -> list[tuple[Path | str, float]]:

@@ -103,11 +103,13 @@ def run_plan(
         told = [f"{label}: {text}" for label, text in said(plan)]
         for line in dict.fromkeys((*announcements(plan), *told)):
             note(line)
-    if known and are_own_times and not loads.is_on_tape:
+    evidence: dict[str, Any] = plan.evidence or {}
+    doubt = (evidence.get("step_times") or {}).get("doubt")
+    if known and are_own_times and not doubt:
         plan = with_emission(plan, known, parallelism)
     shown = _shown(plan, request)
     publish(plan, request.output, as_json=request.as_json, html=request.html, shown=shown)
-    missed = (plan.evidence or {}).get("slo_missed")
+    missed = evidence.get("slo_missed")
     if missed is not None:
         raise RegretError(
             "no number of graphs that was tried holds the SLO; with the plan that is shown "
@@ -320,14 +322,15 @@ def _for_traffic(
     from cgplan.traffic.simulation import RequestTrace
 
     times = _times_of(loads, config, priced.machine)
-    if is_emitted and loads.is_on_tape:
+    if is_emitted and times.doubt:
         raise StepTimeError(
             "a plan by step times of the CPU stand-in is not emitted",
             remedy="Give --step-times FILE of a GPU, by `cgplan bench` there or an engine's log "
             "(docs/planning.md).",
         )
-    if loads.mode is None and loads.step_times and engine == "vllm":
-        loads.mode = ModeChoice.best
+    mode = loads.mode
+    if mode is None and loads.step_times and engine == "vllm":
+        mode = ModeChoice.best
     if loads.slo and not loads.step_times:
         raise StepTimeError(
             "an SLO needs the step times of your model, and the default ones are of another",
@@ -342,7 +345,7 @@ def _for_traffic(
         priced.failed,
         INSURANCE if loads.insurance is None else loads.insurance,
         loads.objective,
-        any_mode=loads.mode is ModeChoice.best,
+        any_mode=mode is ModeChoice.best,
         slo=loads.slo or (),
         kv_tokens=loads.kv_cache_tokens,
         kv_token_bytes=loads.kv_token_bytes or priced.kv_token_bytes,
@@ -381,8 +384,7 @@ def _times_of(
     assert isinstance(report, BenchReport)
     subject = f"the step times of {file}"
     environment = report.environment
-    loads.is_on_tape = environment.is_tape
-    if loads.is_on_tape:
+    if environment.is_tape:
         backend = environment.backend
         times = times.changed(
             source=f"{times.source}, {backend}", doubt=f"by times of {backend}, not of a GPU: "

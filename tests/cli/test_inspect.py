@@ -175,3 +175,14 @@ def test_inspect_shows_what_vllm_would_capture(home: Path) -> None:
     assert "report.sizes" not in rows
     assert "8 PIECEWISE, 8 FULL uniform" in result.stdout
     assert "note: backend does not change what is captured" in result.stderr
+
+
+def test_inspect_tells_what_the_graphs_of_vllm_cost(home: Path) -> None:
+    log = Path(__file__).parents[1] / "data" / "vllm_start.log"
+    vllm = ("inspect", "--vllm", "{}", "--max-num-seqs", "4", "--max-num-batched-tokens", "64")
+    costs = ("--costs", str(log))
+    shown = good(*vllm, *costs, "--all").stdout
+    assert re.search(r"PIECEWISE +\d+ .* s\n", shown.partition("Cost of each lane")[2])
+    assert "Values of vLLM" in shown
+    bounded = good(*vllm, *costs, "--set", "budget.max_graphs=3", "--json").stdout
+    assert len(Plan.from_json(bounded).keys) == 3
