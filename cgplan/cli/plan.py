@@ -300,14 +300,18 @@ def _for_sizes(
         )
     from cgplan.optimizer.boxes import dims_of, propose_boxes
     from cgplan.traffic.files import read_sizes
-    from cgplan.traffic.step_times import StepSurface  # numpy from here on
+    from cgplan.traffic.step_times import REMEDY, StepSurface  # numpy from here on
 
     surface = None
-    if loads.step_times:
-        surface = StepSurface.load(loads.step_times, config.dim_names)
+    doubts: list[str] = []
+    file = loads.step_times
+    if file:
+        text = read_text(file, StepTimeError, REMEDY)
+        surface = StepSurface.parse(text, file, config.dim_names)
+        doubts += _doubts(text, file, config, priced.machine)
     sizes = read_sizes(loads.files[0][0], dims_of(config), build_plan(config))
     plan = propose_boxes(config, sizes, surface, priced.costs)
-    return plan.changed(machine=priced.machine)
+    return plan.changed(machine=priced.machine, lint=(*plan.lint, *doubts))
 
 
 def _for_traffic(
@@ -378,24 +382,30 @@ def _times_of(
         return StepTimes.default()
     text = read_text(file, StepTimeError, REMEDY)  # once: it may be a pipe
     times = StepTimes.parse(text, file)
+    warnings = *times.warnings, *_doubts(text, file, config, machine)
+    return times.changed(warnings=warnings)
+
+
+def _doubts(
+    text: str,
+    file: Path,
+    config: Config,
+    machine: Machine | None,
+) -> Iterator[str]:
+    """About the step times of a bench."""
     if not re.search(r'"kind":\s*"bench"', text):
-        return times
+        return
     report = parse_report(text, file)
     assert isinstance(report, BenchReport)
     subject = f"the step times of {file}"
     environment = report.environment
-    if environment.is_tape:
-        backend = environment.backend
-        times = times.changed(
-            source=f"{times.source}, {backend}", doubt=f"by times of {backend}, not of a GPU: "
-        )
-    notes = [*times.notes, *about(subject, report.capture.plan, environment, config)]
+    for warning in busy(report):
+        yield f"{subject}: {warning}"
+    yield from about(subject, report.capture.plan, environment, config)
     measured_on = environment.as_machine
     if environment.driver is not None and machine not in (None, measured_on):
         found = named(machine_changes(machine, measured_on))
-        notes.append(f"{subject} were measured on another machine than the costs: {found}")
-    warnings = [f"{subject}: {warning}" for warning in busy(report)]
-    return times.changed(notes=tuple(notes), warnings=(*times.warnings, *warnings))
+        yield f"{subject} were measured on another machine than the costs: {found}"
 
 
 def _sources(

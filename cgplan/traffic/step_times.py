@@ -23,7 +23,7 @@ from pydantic import (
 
 from cgplan.config import load
 from cgplan.config.messages import first_problem
-from cgplan.config.values import Record
+from cgplan.config.values import TAPE, Record
 from cgplan.errors import CgplanError, StepTimeError
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning.plan import Mode
@@ -333,6 +333,7 @@ class _BenchRecord(BaseModel):
 class _Bench(BaseModel):
     kind: Literal["bench"]
     device: str = Field("", validation_alias=AliasPath("environment", "device"))
+    backend: str = Field("", validation_alias=AliasPath("environment", "backend"))
     records: tuple[_BenchRecord, ...] = Field(min_length=1)
 
 
@@ -643,15 +644,15 @@ class StepSurface(NamedTuple):
     source: str
 
     @classmethod
-    def load(
+    def parse(
         cls,
+        text: str,
         path: str | Path,
         names: Sequence[str],
     ) -> StepSurface:
         """From CSV with a column for each name and ``microseconds``, or the JSON file of a bench,
         of a full grid. Of equal sizes the longest time counts. Raises StepTimeError.
         """
-        text = load.read_text(path, StepTimeError, REMEDY)
         rows: list[tuple[tuple[int, ...], float]] = []
         try:
             for record in _Bench.model_validate_json(text).records:
@@ -814,4 +815,7 @@ def _saved(
             time = record.graph.median
             runs.append(Timed(record.mode, case, ran.num_tokens, time, is_mixed=is_mixed))
     source = f"{path}, {found.device}" if found.device else str(path)
-    return _of_runs(runs, max, path, source)
+    times = _of_runs(runs, max, path, source)
+    if found.backend != TAPE:
+        return times
+    return times.changed(source=f"{source}, {TAPE}", doubt=f"by times of {TAPE}, not of a GPU: ")

@@ -554,9 +554,9 @@ def test_plan_says_whose_step_times_it_uses(home: Path) -> None:
     for changes, told in ((), False), (settings("scheduler.max_num_seqs=64"), True):
         evidence = plan_of(*command, *changes).evidence
         assert evidence is not None
-        notes = " ".join(evidence["times_notes"])
-        assert "not of a GPU" in notes
-        assert ("measured with another configuration" in notes) == told
+        warnings = " ".join(evidence["warnings"])
+        assert "not of a GPU" in warnings
+        assert ("measured with another configuration" in warnings) == told
     assert re.search(r"step times +bench\.json, .*cpu \(tape\)", unwrapped(good(*command).stdout))
     message = refused(errors.StepTimeError, *command, "--emit", "vllm")
     assert "of the CPU stand-in is not emitted" in message
@@ -1015,7 +1015,8 @@ def test_boxes_of_a_plan_are_captured_and_measured(home: Path) -> None:
         "report.sizes=null",
     )
     good("bench", *PLAN[1:], *SIZED, *grid, "--output", "bench.json")
-    assert "bench.json" in good(*sized(home, "--step-times", "bench.json")).stdout
+    shown = " ".join(good(*sized(home, "--step-times", "bench.json")).stdout.split())
+    assert "warning the step times of bench.json are those of cpu (tape), not of a GPU" in shown
 
 
 def test_memory_binds_boxes(home: Path) -> None:

@@ -648,8 +648,7 @@ def test_missing_modes_are_named(points: Any, mode: CUDAGraphMode, message: str)
 
 
 def surface_of(tmp_path: Path, text: str) -> StepSurface:
-    (tmp_path / "times.csv").write_text(text)
-    return StepSurface.load(tmp_path / "times.csv", ("batch", "length"))
+    return StepSurface.parse(text, tmp_path / "times.csv", ("batch", "length"))
 
 
 def test_times_of_several_sizes(tmp_path: Path) -> None:
