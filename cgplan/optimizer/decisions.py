@@ -419,10 +419,13 @@ class Planner:
             yield f"modes were weighed for the first {LARGE:,} requests"
         step = best.run.expected_us
         if best is not asked:
+            hint = "--mode keep forbids it"
+            if best.plan.mode.mixed_mode() is CUDAGraphMode.FULL:
+                hint += ", as is right where FULL was timed in decode alone"
             yield (
                 f"mode {best.plan.mode}, not {asked.plan.mode}: "
                 f"{best.plan.graph_words} instead of {asked.plan.graph_words}, "
-                f"steps {step / asked.run.expected_us - 1:+.2%}; --mode keep forbids it"
+                f"steps {step / asked.run.expected_us - 1:+.2%}; {hint}"
             )
         if self.times.full_of_decode and CUDAGraphMode.FULL not in by_mode:
             yield f"mode FULL was not weighed: {FULL_OF_DECODE}"

@@ -44,7 +44,7 @@ class Expected(Record):
     plan: float
     eager: float | None
     bound: float
-    decode_us: float | None = None  # absent from plans of earlier versions
+    decode_us: float | None = None
     mixed_us: float | None = None
 
 
@@ -149,7 +149,7 @@ class NotWorth(LaneRecord):
     why.
     """
 
-    num_active_loras: int = 0  # absent from plans of earlier versions
+    num_active_loras: int = 0
     first: int
     last: int
     reason: str

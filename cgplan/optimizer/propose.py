@@ -213,7 +213,6 @@ class PlanInputs:
 
     @cached_property
     def seen(self) -> Traffic:
-        """The loads as one."""
         return Traffic.mixed(self.loads)
 
     @cached_property
@@ -430,7 +429,6 @@ class Curve:
 
     @cached_property
     def alone(self) -> Problem:
-        """Of the traffic alone."""
         return self.inputs.problem(self.inputs.seen, None)
 
     @cached_property
@@ -447,14 +445,11 @@ class Curve:
     @cached_property
     def steps(self) -> list[float]:
         """Mean microseconds of a step of the traffic alone, by the number of graphs."""
-        known: dict[Chosen, float] = {}
+        inputs = self.inputs
         steps = []
         for graphs in range(self.graphs + 1):
-            chosen = self.found.chosen(graphs)
-            if chosen not in known:
-                keys = self.keys_of(chosen)
-                known[chosen] = self.inputs.step(keys, self.inputs.seen)
-            steps.append(known[chosen])
+            keys = self.keys_of(self.found.chosen(graphs))
+            steps.append(inputs.step(keys, inputs.seen))
         return steps
 
     @property

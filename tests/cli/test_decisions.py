@@ -79,6 +79,14 @@ def test_the_mode_is_that_of_the_shortest_steps(
     if mode == "FULL_DECODE_ONLY":
         assert "mode FULL_DECODE_ONLY, not FULL_AND_PIECEWISE: " in decisions(plan)
         assert {key[0] for key in plan.keys} == {CUDAGraphMode.FULL}
+    assert "FULL was timed" not in decisions(plan)
+
+
+def test_a_mode_that_takes_graphs_of_decode_for_prefill_says_so(home: Path) -> None:
+    (home / "times.csv").write_text(TIMES.format(piecewise=14000))
+    plan = plan_of(*GIVEN, "--max-graphs", "16")
+    assert plan.mode is CUDAGraphMode.FULL
+    assert "as is right where FULL was timed in decode alone" in decisions(plan)
 
 
 @pytest.mark.parametrize("of_decode", [True, False])
