@@ -182,22 +182,18 @@ class Planner:
         times = self.times
         run = Run(plan.keys, traffic, times)
         graphs = len(plan.keys)
-        uses = []
-        for use in run.uses:
-            step_us = use.microseconds / use.weight
-            own_us = use.unpadded / use.weight
-            made = use_of(use, run, step_us=step_us, own_us=own_us)
-            uses.append(made)
         own = point_of("this plan", run)
         anew = self._planned(config)
         others = {"planned anew": anew.plan}
         if graphs and graphs != len(anew.plan.keys):
-            as_many = config.changed(budget=BudgetConfig(max_graphs=plan.num_graphs))
+            budget = BudgetConfig(max_graphs=plan.num_graphs)
+            as_many = config.changed(budget=budget)
             others[f"best with {graphs}"] = self._planned(as_many).plan
         others |= anew.inputs.ladders
         points = []
         for name, other in others.items():
-            points.append(point_of(name, Run(other.keys, traffic, times)))
+            ran = Run(other.keys, traffic, times)
+            points.append(point_of(name, ran))
         most = math.inf
         if config.budget != BudgetConfig():
             most = max(graphs, config.budget.max_graphs or 0)
@@ -231,7 +227,7 @@ class Planner:
             points=(own, *points),
             regret=regret,
             decode_regret=of_decode,
-            uses=tuple(uses),
+            uses=tuple(use_of(use, run) for use in run.uses),
             verdict=times.doubt + verdict,
             slo_missed=missed,
         )

@@ -115,8 +115,8 @@ class SizeUse(LaneRecord):
     Attributes:
         share, padding: Of all steps, and of the tokens that it runs; from 0 to 1.
         sizes: In the dimensions after the first one.
-        step_us, own_us: Mean microseconds of these steps, and at their batches' own sizes; of a
-            check alone.
+        step_us, own_us: Mean microseconds of these steps, and at their batches' own sizes; None
+            for boxes.
     """
 
     size: int | None

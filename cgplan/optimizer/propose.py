@@ -463,7 +463,7 @@ class Curve:
 
     @cached_property
     def enough(self) -> int:
-        """The fewest graphs that bring 95% of what graphs can, and are as good as the ladders."""
+        """The fewest graphs that suffice for ``plan_graphs``."""
         inputs = self.inputs
         ladders = inputs.ladders
         goals = [ladders[name] for name in (inputs.asked, "vllm") if name in ladders]
@@ -889,13 +889,14 @@ class PlannedGraphs:
         return f"steps within 1% of those {theirs}, with {graphs}"
 
 
-def use_of(use: Use, run: Run, **more: Any) -> SizeUse:
+def use_of(use: Use, run: Run) -> SizeUse:
     return SizeUse(
         **use.lane._asdict(),
         size=use.size,
         share=use.weight / run.traffic.total,
         padding=use.padding,
-        **more,
+        step_us=use.microseconds / use.weight,
+        own_us=use.unpadded / use.weight,
     )
 
 

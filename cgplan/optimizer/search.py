@@ -390,9 +390,7 @@ class Search:
         graphs: int,
         goal: float,
     ) -> Best:
-        """The best plan of at most so many graphs, or the one with the fewest that reaches the
-        goal.
-        """
+        """As ``best_plan``, of at most so many graphs."""
         least = float(self.value[graphs])
         enough = max(least * (1 + PROVEN), goal)
         is_enough = self.value <= enough

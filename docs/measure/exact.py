@@ -20,6 +20,7 @@ from cgplan.errors import BudgetError, CgplanError
 from cgplan.modes import CUDAGraphMode
 from cgplan.optimizer.boxes import propose_boxes
 from cgplan.optimizer.cover import Purse, best_columns
+from cgplan.optimizer.evidence import Evidence
 from cgplan.optimizer.propose import PlanInputs, plan_graphs
 from cgplan.planning import CudagraphDispatcher, build_plan
 from cgplan.planning.costs import GraphCosts
@@ -214,7 +215,7 @@ def lists(cases, seed):
             plan = plan_of(chosen)
             over += len(plan.keys) > graphs
             step = mean_step(plan, traffic, times)
-        evidence = found.proposal().evidence
+        evidence = Evidence.model_validate(found.explained().evidence)
         if evidence.lower_bound_us > best * (1 + CLOSE):
             above += 1
             print(f"case {case}: bound {evidence.lower_bound_us} above {best}")
@@ -262,7 +263,8 @@ def large(draws):
             config = validate_config({"dims": dims, "budget": budget, "compilation": {"cudagraph_mode": "FULL"}})
             began = process_time()
             traffic = SizeCounts(tuple(dims), counts, 0, "drawn")
-            evidence = propose_boxes(config, traffic, None, Costs()).evidence
+            plan = propose_boxes(config, traffic, None, Costs())
+            evidence = Evidence.model_validate(plan.evidence)
             seconds.append(process_time() - began)
             gaps.append(evidence.gap)
             proven += evidence.exact
