@@ -38,8 +38,8 @@ NOTHING = Candidates(
     lanes=(),
     sizes=np.zeros(1, dtype=int),
     times=np.zeros((1, 1)),
-    sums=np.zeros((3, 1)),
-    ends=np.zeros((2, 1)),
+    key_costs=np.zeros((3, 1)),
+    pools=np.zeros((2, 1)),
 )
 
 
@@ -96,8 +96,8 @@ class Pair:
         is_some = sizes > 0
         self._taken_by = problem.workspace * is_some
         for one, other in zip(
-            first.ends,
-            second.ends,
+            first.pools,
+            second.pools,
             strict=True,
         ):
             larger = np.maximum.outer(one, other)

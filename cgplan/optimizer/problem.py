@@ -63,23 +63,23 @@ class Candidates:
         lanes: The lane, or those that share the list.
         sizes: In tokens.
         times: Microseconds of a step at that size: [1, N + 1], or [demands, N + 1] of a list.
-        sums: Graphs that a size counts as, and the driver's bytes and the seconds that they take;
-            without costs both are 0, as ``ends``.
-        ends: Bytes of the pool and of the static buffers, where that size is the largest.
+        key_costs: Graphs that a size counts as, and the driver's bytes and the seconds that they
+            take; without costs both are 0, as ``pools``.
+        pools: Bytes of the pool and of the static buffers, where that size is the largest.
     """
 
     lanes: tuple[Lane, ...]
     sizes: Ints
     times: Floats
-    sums: Floats
-    ends: Floats
+    key_costs: Floats
+    pools: Floats
 
     @property
     def each(self) -> Ints:
-        graphs: Floats = self.sums[0]
+        graphs: Floats = self.key_costs[0]
         return graphs.astype(int)
 
-    def kind_of(self, demand: int) -> int:
+    def row_of(self, demand: int) -> int:
         """The row of ``times`` for a demand."""
         last = len(self.times) - 1
         return min(demand, last)
@@ -90,7 +90,7 @@ class Candidates:
         """
         found = _costs_of_none(graphs)
         each = self.each[1:]
-        costs = self.sums[1:, 1:]
+        costs = self.key_costs[1:, 1:]
         every = np.repeat(costs / each, each, axis=1)
         every.sort(axis=1)
         cheapest = every[:, :graphs]
@@ -129,7 +129,7 @@ class Prices(NamedTuple):
 
     def of(self, lane: Candidates) -> Any:
         """The price of each candidate, but for pool and static buffers."""
-        _, driver, seconds = lane.sums
+        _, driver, seconds = lane.key_costs
         return self.total(driver, seconds)
 
     def total(
@@ -258,8 +258,8 @@ class Problem:
             held = self.holds[number][n]
             demand = self.demands[number]
             weight = demand.weight
-            kind = lane.kind_of(number)
-            found[kind] += weight[held]
+            row = lane.row_of(number)
+            found[row] += weight[held]
         return found
 
     def missed(
@@ -296,8 +296,8 @@ class Problem:
                 held = self.holds[number][n]
                 held = np.maximum(held, passed)
                 weight = demand.weight[held]
-                kind = lane.kind_of(number)
-                weights[kind] += weight - demand.weight[passed]
+                row = lane.row_of(number)
+                weights[row] += weight - demand.weight[passed]
                 beyond -= now[held] - now[passed]
         return weights, beyond
 
@@ -305,14 +305,12 @@ class Problem:
         """Bytes and seconds that 0 or more graphs cost at least, whichever they are, without pool
         and static buffers; inf where there are not so many: [2, K + 1].
         """
-        memory, seconds = _costs_of_none(graphs)
+        least = _costs_of_none(graphs)
         for lane in self.lanes:
-            own = lane.least(graphs)
-            memory = min_plus(memory, own[0])
-            seconds = min_plus(seconds, own[1])
-        memory[1:] += self.workspace
-        seconds[1:] += self.once
-        return np.stack([memory, seconds])
+            least = np.array([*map(min_plus, least, lane.least(graphs))])
+        least[0, 1:] += self.workspace
+        least[1, 1:] += self.once
+        return least
 
     def _passed(
         self,
@@ -347,13 +345,13 @@ class Problem:
         passed = 0
         for n in demand.lanes:
             lane = self.lanes[n]
-            kind = lane.kind_of(number)
+            row = lane.row_of(number)
             holds = self.holds[number][n]
             for index in chosen[n]:
                 held = int(holds[index])
                 if held > passed:
                     ran = slice(passed + 1, held + 1)
-                    time = lane.times[kind, index]
+                    time = lane.times[row, index]
                     spent[ran] = weight[ran] * time
                     passed = held
         return spent.cumsum()
@@ -386,20 +384,20 @@ class Problem:
                 last = np.maximum(held, first)
                 weight = demand.weight[last]
                 weight = weight - demand.weight[first]
-                kind = lane.kind_of(number)
-                took = weight * lane.times[kind]
+                row = lane.row_of(number)
+                took = weight * lane.times[row]
                 before = now[last] - now[first]
                 found[n] += before - took
         return found
 
     def costs_of(self, chosen: Chosen) -> tuple[int, float, float]:
         """Graphs, bytes and seconds."""
-        sums, ends = self.parts(chosen)
-        graphs, driver, seconds = sums.tolist()
+        key_costs, pools = self.parts(chosen)
+        graphs, driver, seconds = key_costs.tolist()
         if not graphs:
             return 0, 0.0, 0.0
         memory = self.workspace + driver
-        memory += float(ends.sum())
+        memory += float(pools.sum())
         seconds += self.once
         return int(graphs), memory, seconds
 
@@ -410,29 +408,29 @@ class Problem:
     ) -> tuple[Floats, Floats, Floats]:
         """The same with each candidate of a lane as one more."""
         lane = self.lanes[n]
-        sums, ends = self.parts(chosen)
-        graphs, driver, seconds = lane.sums
-        larger = np.maximum(lane.ends, ends[:, None])
+        key_costs, pools = self.parts(chosen)
+        graphs, driver, seconds = lane.key_costs
+        larger = np.maximum(lane.pools, pools[:, None])
         memory = driver + larger.sum(axis=0)
         return (
-            graphs + sums[0],
-            memory + sums[1] + self.workspace,
-            seconds + sums[2] + self.once,
+            graphs + key_costs[0],
+            memory + key_costs[1] + self.workspace,
+            seconds + key_costs[2] + self.once,
         )
 
     def parts(self, chosen: Chosen) -> tuple[Floats, Floats]:
-        """Sums and ends of these candidates."""
-        sums = np.zeros(3)
-        ends = np.zeros(2)
+        """``key_costs`` and ``pools`` of these candidates."""
+        key_costs = np.zeros(3)
+        pools = np.zeros(2)
         for lane, picked in zip(self.lanes, chosen, strict=True):
             if not picked:
                 continue
             at = list(picked)
-            own = lane.sums[:, at]
-            sums += own.sum(axis=1)
-            most = lane.ends[:, at]
-            ends = np.maximum(ends, most.max(axis=1))
-        return sums, ends
+            own = lane.key_costs[:, at]
+            key_costs += own.sum(axis=1)
+            most = lane.pools[:, at]
+            pools = np.maximum(pools, most.max(axis=1))
+        return key_costs, pools
 
     def keys_of(
         self,
@@ -654,24 +652,24 @@ class _Offer:
         return np.union1d(sizes, cheaper)
 
     def candidates(self, sizes: Ints) -> Candidates:
-        sums = np.ones((3, sizes.size))
+        key_costs = np.ones((3, sizes.size))
         multiples = sizes // self.stride
-        sums[1:] = self.paid[:, multiples]
-        ends = np.zeros((2, sizes.size))
+        key_costs[1:] = self.paid[:, multiples]
+        pools = np.zeros((2, sizes.size))
         costs = self.costs
         for index in range(1, sizes.size):
             if costs is None:
                 break
             size = int(sizes[index])
             pool = costs.pool_bytes(self.lane.mode, size)
-            ends[:, index] = pool, costs.static_bytes(size)
+            pools[:, index] = pool, costs.static_bytes(size)
         times = self.time(sizes)
         return Candidates(
             lanes=(self.lane,),
             sizes=sizes,
             times=times[None],
-            sums=sums,
-            ends=ends,
+            key_costs=key_costs,
+            pools=pools,
         )
 
 
@@ -708,15 +706,15 @@ def _with_one_list(
     width = sizes.size
     demands = problem.demands
     times = np.zeros((len(demands), width))
-    sums = np.zeros((3, width))
-    ends = np.zeros((2, width))
+    key_costs = np.zeros((3, width))
+    pools = np.zeros((2, width))
     for index, offer in reversed([*enumerate(offers)]):  # the first lane's times stay
         own = sizes[sizes <= offer.largest]
         made = offer.candidates(own)
         here = slice(1, own.size)
-        sums[:, here] += made.sums[:, here]
-        most = np.maximum(ends[:, here], made.ends[:, here])
-        ends[:, here] = most
+        key_costs[:, here] += made.key_costs[:, here]
+        most = np.maximum(pools[:, here], made.pools[:, here])
+        pools[:, here] = most
         for number, demand in enumerate(demands):
             if index in demand.lanes:
                 times[number, here] = made.times[0, here]
@@ -725,8 +723,8 @@ def _with_one_list(
         lanes=lanes,
         sizes=sizes,
         times=rising,
-        sums=sums,
-        ends=ends,
+        key_costs=key_costs,
+        pools=pools,
     )
     shared = [replace(demand, lanes=(0,)) for demand in demands]
     return replace(

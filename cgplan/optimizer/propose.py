@@ -831,7 +831,9 @@ class PlannedGraphs:
                 "told apart from those of larger cases; measure them, with num_active_loras, to "
                 "have them weighed"
             )
-        if max(plan.lora_cases) > 0 and not any(curve.num_active_loras for curve in times.curves):
+        if max(plan.lora_cases) > 0 and not any(
+            measured.num_active_loras for measured in times.curves
+        ):
             yield (
                 f"steps with adapters were not measured: taken as {times.lora_overhead:.0%} longer"
             )

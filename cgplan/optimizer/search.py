@@ -427,7 +427,7 @@ class Search:
         found = []
         lanes = self.problem.lanes
         for lane, picked in zip(lanes, chosen, strict=True):
-            figures = np.concatenate([lane.times, lane.sums])
+            figures = np.concatenate([lane.times, lane.key_costs])
             sizes = list(picked)
             for n, (size, above) in enumerate(pairwise(picked)):
                 own = figures[:, [size]]
@@ -515,17 +515,17 @@ class Search:
         if paths is None or len(paths.cost) <= graphs:
             paths = lane.paths(weights, 2 * graphs, self.prices)
             self._paths[name] = paths
-        sums, most = problem.parts(others)
+        key_costs, most = problem.parts(others)
         costs = lane.least(graphs)
-        costs += sums[1:, None]
+        costs += key_costs[1:, None]
         driver, seconds = costs[:, :, None]
-        larger = np.maximum(lane.ends, most[:, None])
-        ends = larger.sum(axis=0)
-        memory = driver + ends + problem.workspace
+        larger = np.maximum(lane.pools, most[:, None])
+        pools = larger.sum(axis=0)
+        memory = driver + pools + problem.workspace
         seconds += problem.once
         paid = self.limits.pays_for(0, memory, seconds)
         free = paths.cost[: graphs + 1] + beyond
-        free += self.prices.byte * ends
+        free += self.prices.byte * pools
         totals = np.where(paid, free, np.inf)
         return _Turn(paths, free, totals)
 
@@ -550,8 +550,8 @@ class Search:
             fits = place < lane.sizes.size
             place = place[fits]
             times[n, fits] = lane.times[0, place]
-            ends = lane.ends.sum(axis=0)
-            fixed[n, fits] = ends[place]
+            pools = lane.pools.sum(axis=0)
+            fixed[n, fits] = pools[place]
         costs = problem.least(graphs)
         driver, seconds = costs[:, :, None]
         least = fixed.min(axis=0)
@@ -583,7 +583,7 @@ class Search:
         low: int,
         high: int,
     ) -> Floats:
-        """Bytes that ends may take, by the number of graphs, of which the first of two lanes has
+        """Bytes that pools may take, by the number of graphs, of which the first of two lanes has
         ``low`` to ``high``; -inf where their keys are not paid for: [K + 1].
         """
         limits = self.limits
@@ -591,13 +591,11 @@ class Search:
         numbers = np.arange(most + 1)
         first, *second = self.problem.lanes
         least = first.least(most)
-        driver, seconds = least
         for lane in second:
-            least[:, numbers < low] = np.inf
-            least[:, numbers > high] = np.inf
-            more = lane.least(most)
-            driver = min_plus(driver, more[0])
-            seconds = min_plus(seconds, more[1])
+            is_outside = (numbers < low) | (numbers > high)
+            least[:, is_outside] = np.inf
+            least = np.array([*map(min_plus, least, lane.least(most))])
+        driver, seconds = least
         seconds[1:] += self.problem.once
         spare = np.full_like(driver, np.inf)
         if limits.memory is not None:
