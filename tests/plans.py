@@ -10,8 +10,8 @@ from cgplan.config import Config
 from cgplan.errors import ModeError, PlanError
 from cgplan.modes import BatchDescriptor, CUDAGraphMode, Key
 from cgplan.optimizer import boxes
-from cgplan.optimizer import propose as proposing
 from cgplan.optimizer.evidence import Evidence
+from cgplan.optimizer.propose import PlanInputs, plan_graphs
 from cgplan.planning import Plan, build_plan
 from cgplan.planning.costs import GraphCosts
 from cgplan.planning.plan import capture_order
@@ -29,7 +29,7 @@ class Proposed(NamedTuple):
 
 
 def propose(*given: Any, **options: Any) -> Proposed:
-    return Proposed.of(proposing.propose(*given, **options))
+    return Proposed.of(plan_graphs(PlanInputs(*given, **options)).explained())
 
 
 def propose_boxes(*given: Any, **options: Any) -> Proposed:

@@ -164,11 +164,6 @@ def plan_graphs(inputs: PlanInputs) -> PlannedGraphs:
     return PlannedGraphs(plan, inputs, best, run, best_alone)
 
 
-def propose(*given: Any, **options: Any) -> Plan:
-    """What ``plan_graphs`` chooses for a ``PlanInputs`` of these, with the evidence for it."""
-    return plan_graphs(PlanInputs(*given, **options)).explained()
-
-
 @dataclass(frozen=True)
 class PlanInputs:
     """What a plan is made for.

@@ -17,7 +17,7 @@ from cgplan.captures.rehearsal import Rehearsal
 from cgplan.errors import CaptureMemoryError, CgplanError, TrafficError
 from cgplan.graphs.ambient import random_state_kept
 from cgplan.modes import CUDAGraphMode, Key
-from cgplan.optimizer.propose import propose
+from cgplan.optimizer.propose import PlanInputs, plan_graphs
 from cgplan.planning import Plan
 from cgplan.planning.costs import GraphCosts, representative_keys
 from cgplan.planning.difference import compare
@@ -193,8 +193,8 @@ def _proposal(
         bounds = config.scheduler.changed(max_num_batched_tokens=most)
         limited = config.changed(scheduler=bounds)
     lost = uncapturable(captured.failed.values())
-    plan = propose(limited, traffic, times, costs, lost)
-    return plan.changed(
+    planned = plan_graphs(PlanInputs(limited, traffic, times, costs, lost))
+    return planned.explained().changed(
         max_num_batched_tokens=tokens,
         config_hash=config_hash(config),
         config=capture_config(config),

@@ -18,7 +18,7 @@ import numpy as np
 from cgplan.config import validate_config
 from cgplan.modes import CUDAGraphMode
 from cgplan.optimizer.evidence import Evidence
-from cgplan.optimizer.propose import propose
+from cgplan.optimizer.propose import PlanInputs, plan_graphs
 from cgplan.planning import LADDERS, build_plan
 from cgplan.pricing.measured import MeasuredCosts, MeasuredKey
 from cgplan.reports import load_report
@@ -61,7 +61,7 @@ def extreme():
         config = validate_config({**MODE, "scheduler": scheduler, "budget": budget})
         costs = MeasuredCosts(keys, pools, config, source="made up", workspace_bytes=32 * mib)
         start, cpu = time.perf_counter(), time.process_time()
-        plan = propose(config, Traffic.of(seen, "made up"), times, costs)
+        plan = plan_graphs(PlanInputs(config, Traffic.of(seen, "made up"), times, costs)).explained()
         evidence = Evidence.model_validate(plan.evidence)
         print(
             f"{budget['memory'] // mib} MiB: {evidence.graphs} graphs, gap {evidence.gap:.2%}, "
@@ -113,7 +113,7 @@ def main():
             trace = synthetic_requests(config.traffic, plan) if section else read_traffic(TRACE, plan, speedup=speed)
             traffic = simulate(trace, SchedulerBounds.of(plan), step_clock(plan, times))
             simulated = time.perf_counter() - start
-            plan = propose(config, traffic, times, costs)
+            plan = plan_graphs(PlanInputs(config, traffic, times, costs)).explained()
             evidence = Evidence.model_validate(plan.evidence)
             planned = time.perf_counter() - start - simulated
             ladders = {ladder.name: ladder for ladder in evidence.ladders}

@@ -40,7 +40,7 @@ from cgplan.errors import (
     TrafficError,
 )
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
-from cgplan.optimizer.propose import propose
+from cgplan.optimizer.propose import PlanInputs, plan_graphs
 from cgplan.planning import MissReason, build_plan
 from cgplan.reports import CaptureReport
 from cgplan.reports.records import FailedKey, ReplanReport, uncapturable
@@ -890,7 +890,9 @@ def test_a_plan_from_the_report_of_a_lazy_runner_knows_what_failed(tmp_path: Pat
     assert {key[1].num_tokens: reason.split(":")[0] for key, reason in priced.failed.items()} == {
         4: "HostSyncError"
     }
-    plan = propose(runner.config, runner.stats.traffic(), TIMES, failed=priced.failed)
+    traffic = runner.stats.traffic()
+    inputs = PlanInputs(runner.config, traffic, TIMES, failed=priced.failed)
+    plan = plan_graphs(inputs).plan
     assert plan.capture_sizes == (2, 16)
     runner.close()
 
