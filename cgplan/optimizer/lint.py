@@ -155,8 +155,8 @@ def _unmeasured_sizes(plan: Plan, run: Run) -> Iterator[str]:
         beyond = [size for size in sizes if size > most]
         if beyond:
             yield (
-                f"{lane}: sizes {listed(beyond)} are larger than the steps measured, up to "
-                f"{most}: their gain is extrapolated"
+                f"{lane}: steps were measured up to {most} tokens, the gain of {listed(beyond)} is "
+                "extrapolated"
             )
 
 

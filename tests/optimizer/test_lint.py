@@ -60,7 +60,7 @@ def test_sizes_beyond_the_measured_ones_are_told() -> None:
         {(NONE, 0): {1: 20_000, 400: 40_000}, (FULL, 0): {1: 4_000, 128: 9_000}}, "by hand"
     )
     (told,) = warnings(plan, seen, "measured", times)
-    assert "sizes 256, 400 are larger than the steps measured, up to 128" in told
+    assert "steps were measured up to 128 tokens, the gain of 256, 400 is extrapolated" in told
     assert warnings(plan, seen, "measured") == []
 
 
