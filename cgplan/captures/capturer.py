@@ -209,7 +209,7 @@ class Capturer:
                 # computes what the model keeps
                 with random_state_kept(backend.device, graphs.generators):
                     graphs.run_wrapped(key, graphs.views(descriptor))
-                rehearsal.put_back.count_as_run(rehearsal.changes)
+                rehearsal.put_back.count_as_run()
                 graphs.evict([key])
                 return self._again_with_warm_up(attempt, left and f"{attempt} leaves {left}")
         record = self._record_of(attempt, before, after)

@@ -172,7 +172,7 @@ class ModelGraphs(ModelForward):
             tensor = written.tensor
             storage = tensor.untyped_storage()
             nbytes = storage.nbytes()
-            if not written.captures:
+            if not written.is_captured:
                 facts.overwritten.discard(storage._cdata)
             if nbytes > limit and storage._cdata in facts.overwritten:
                 continue

@@ -2,14 +2,15 @@
 
 Note [What is put back]
     Tensors and attributes, not other containers; dicts lose what they got if no graph stays. Small
-    storages are rewound before each run: positions must not run past a cache. What was made on
-    first use stays, as captures rely on it; then other attributes keep what the first run left,
-    which may belong to it. ``PutBack._first_use`` says what that is.
+    storages are rewound before each run: positions must not run past a cache. What one run alone
+    changed of Python, ahead of captures, was made on first use, and stays, as captures rely on it;
+    then other attributes keep what the first run left, which may belong to it. Tensors stay where
+    ``PutBack._first_use`` finds that they were made with it.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -57,7 +58,7 @@ class Written:
     version: int | None
     outcome: Outcome
     runs: set[int] = field(default_factory=set)  # numbers of those that wrote it
-    captures: int = 0
+    is_captured: bool = False
     after_run: torch.UntypedStorage | None = None
     after_first: torch.UntypedStorage | None = None
 
@@ -79,13 +80,13 @@ class Written:
             is_changed = not torch.equal(now, before)
             has_written |= is_changed
             self.after_run = self.storage.clone()
-            if is_changed and not self.runs:
+            if is_changed and not self.runs and not captures:
                 self.after_first = self.after_run
         elif version is None:
             has_written = True
         if has_written:
             self.runs.add(number)
-        self.captures += has_written and captures
+        self.is_captured |= has_written and captures
         self.version = version
 
     def put_back(self, copy: torch.UntypedStorage | None) -> None:
@@ -96,30 +97,25 @@ class Written:
 
 @dataclass(slots=True)
 class _PathChanges:
-    """Of Python.
+    """Of Python, by runs.
 
     Attributes:
-        first: What the first change left there.
+        first: What the first one left there.
+        is_captured: The first one was a capture.
         runs: Their numbers.
-        is_captured: A capture changed it first.
-        is_of_context: An engine's code did.
     """
 
-    first: Any = ABSENT
+    first: Any
+    is_captured: bool
     runs: set[int] = field(default_factory=set)
-    is_captured: bool = False
-    is_of_context: bool = False
-
-    @property
-    def is_of_runs(self) -> bool:
-        return not self.is_captured and not self.is_of_context
 
 
 class _Run(NamedTuple):
-    """``is_eager``: no capture, and it ran to its end; a look counts."""
+    """``began_with``: paths of Python that were not as at first; a look is no capture."""
 
     key: Key | None
-    is_eager: bool
+    captures: bool
+    began_with: frozenset[str]
 
 
 class PutBack:
@@ -150,10 +146,10 @@ class PutBack:
         self._state_at = self._storages(before)
         self._unseen: dict[int, Written] = {}  # small state, which only some sizes may write
         self.last: dict[str, Change] = {}
-        self._paths = defaultdict[str, _PathChanges](_PathChanges)
+        self._paths = dict[str, _PathChanges]()
+        self._of_engine = set[str]()  # paths
         self.key: Key | None = None  # of the next run
-        self._runs = list[_Run]()  # numbered from 1
-        self._restored_after = 0  # the last run before attributes were first put back
+        self._runs = list[_Run]()
         self.copied = Counter[Outcome]()  # bytes
         self._keeps_first_use = True
         self.newly_written: list[str] = []
@@ -161,7 +157,11 @@ class PutBack:
             storage = tensor.untyped_storage()
             is_state = type(tensor) is not torch.nn.Parameter
             if limit and is_state and 0 < storage.nbytes() <= _SMALL:
-                self._unseen[address] = self._saved(path, tensor, storage)
+                self._unseen[address] = self._saved(
+                    path,
+                    tensor,
+                    storage,
+                )
 
     @staticmethod
     def _storages(state: Fingerprint) -> dict[int, tuple[str, torch.Tensor]]:
@@ -184,14 +184,15 @@ class PutBack:
         """
         found = dict[str, Change]()
         for written in self.written.values():
-            if written.is_small and self._first_use(written) != "seen":
+            if not written.is_small:
+                continue
+            if self._first_use(written) != "seen":
                 written.put_back(written.copy)
-        made = self._now() if enters_made and self.made else None
+        held = self._now() if enters_made and self.made else None
         versions = [version_of(place.value) for place in self.before.of_tensors]
-        is_whole = False
+        run = _Run(self.key, captures, frozenset(self.last))
         try:
             yield found
-            is_whole = True
         finally:
             now = self.before.changes()
             changed = _differing(self.last, now)
@@ -199,23 +200,25 @@ class PutBack:
                 self._adopt_unowned()
             self._unowned.clear()
             self._note_newly_written(versions)
-            run = _Run(self.key, is_whole and not captures)
-            self._runs.append(run)
             number = len(self._runs)
+            self._runs.append(run)
             for written in self.written.values():
                 written.count_run(number, captures=captures)
             for path, change in changed.items():
-                known = self._paths[path]
-                if not known.runs:
-                    known.is_captured = captures
-                    if not captures:  # else it would hold memory of the pool
-                        known.first = change.now
-                known.runs.add(number)
-                if not known.is_of_context:
-                    found[path] = change
+                if path in self._of_engine:
+                    continue
+                found[path] = change
+                if path not in self._paths:
+                    # what a capture left lies in the pool
+                    first = ABSENT if captures else change.now
+                    self._paths[path] = _PathChanges(
+                        first,
+                        captures,
+                    )
+                self._paths[path].runs.add(number)
             self.last = now
-            if made is not None:
-                for path, change in made.changes().items():
+            if held is not None:
+                for path, change in held.changes().items():
                     if path not in changed:
                         found[path] = change
 
@@ -249,7 +252,8 @@ class PutBack:
         yield
         now = self.before.changes()
         for path in _differing(self.last, now):
-            self._paths[path].is_of_context = True
+            self._of_engine.add(path)
+            self._paths.pop(path, None)
         self.last = now
 
     def save(self, written: Iterable[torch.Tensor]) -> None:
@@ -325,60 +329,58 @@ class PutBack:
 
     @property
     def made(self) -> set[str]:
-        """Paths of Python that one run alone changed, ahead of the captures."""
+        """Paths of Python that were made on first use."""
         found = set[str]()
         for path, known in self._paths.items():
-            if self._keeps_first_use and known.is_of_runs and len(known.runs) == 1:
+            if self._keeps_first_use and not known.is_captured and len(known.runs) == 1:
                 found.add(path)
         return found
 
     def _first_use(self, written: Written) -> FirstUse | None:
-        """Whether it was made on first use, and how that is seen; None: it gets its copy back. The
-        first that holds:
+        """Whether it was made on first use, and how that is seen; None: it gets its copy back.
 
-        seen    one run wrote it, and one, maybe another, made something of Python
-        seen    only runs wrote it that left entries in containers, which stay
-        None    not one run, or a capture wrote it, or it is large
-        None    only captures, or other sizes, came after that run
-        None    that run changed a flag, of an engine's code or where first use is undone: put
-                back, it lets the next run write again
-        hidden  the flag is one that no walk sees
+        seen    each run that wrote it left something of Python that stays
+        hidden  one run wrote it, and none after it: not with its key, nor after each attribute
+                that this run changed was put back, so that none of them is the flag
         """
-        is_of_one_run = len(written.runs) == 1
-        if is_of_one_run and self.made:
-            return "seen"
+        made = self.made
         stay = set[int]()
-        for path, change in self.last.items():
-            known = self._paths[path]
+        undone = list[str]()
+        for path, known in self._paths.items():
+            change = self.last.get(path)
             is_steady = len(known.runs) == len(self._runs)
-            if known.is_of_runs and not is_steady and not self.before.is_attribute(change):
+            if path in made:
                 stay |= known.runs
-        if self._keeps_first_use and written.runs and written.runs <= stay:
+            elif change is None or self._may_undo(change):
+                undone.append(path)
+            elif not known.is_captured and not is_steady:
+                stay |= known.runs
+        if written.runs and written.runs <= stay:
             return "seen"
-        if not is_of_one_run or written.after_first is None or written.captures:
+        if len(written.runs) != 1 or written.after_first is None:
             return None
         number = max(written.runs)
-        again = _Run(self._runs[number - 1].key, is_eager=True)
-        if again not in self._runs[number:]:
+        run, *later = self._runs[number:]
+        if not any(other.key == run.key and not other.captures for other in later):
             return None
-        has_run_again = number <= self._restored_after < len(self._runs)
-        for known in self._paths.values():
-            is_flag = known.runs == {number}
-            # it cannot be told from what each run writes
-            may_be_flag = number in known.runs and not has_run_again
-            if is_flag or may_be_flag:
+        for path in undone:
+            is_tried = any(path not in other.began_with for other in later)
+            if number in self._paths[path].runs and not is_tried:
                 return None
         return "hidden"
 
     @property
     def leaves_python(self) -> bool:
         """Whether ``restore`` leaves some changes of Python though no graph stays."""
-        is_hidden = "hidden" in map(self._first_use, self.written.values())
-        return is_hidden or not all(map(self._may_undo, self.last.values()))
+        for change in self.last.values():
+            if change.was is not ABSENT and not self.before.is_attribute(change):
+                return True
+        return "hidden" in map(self._first_use, self.written.values())
 
     def _may_undo(self, change: Change) -> bool:
         """Dicts lose what runs put in, but only if no graph stays."""
-        return change.was is ABSENT or self.before.is_attribute(change)
+        is_new = change.was is ABSENT and not self._keeps_first_use
+        return is_new or self.before.is_attribute(change)
 
     def made_of(
         self,
@@ -425,19 +427,15 @@ class PutBack:
     def _now(self) -> Fingerprint:
         return Fingerprint.of(self.before.roots, self.before.device)
 
-    def count_as_run(
-        self,
-        changed: Iterable[str],
-    ) -> None:
-        """Paths that the last capture changed, and its replay computed; small state, too."""
-        for path in changed:
-            known = self._paths[path]
+    def count_as_run(self) -> None:
+        """The last capture, whose replay computed what it left."""
+        for path, known in self._paths.items():
             if known.is_captured and path in self.last:
                 known.first = self.last[path].now
-            known.is_captured = False
+                known.is_captured = False
         for written in self.written.values():
             if written.is_small and written.path in self.newly_written:
-                written.captures = 0
+                written.is_captured = False
                 written.after_first = written.after_run = written.storage.clone()
 
     def undo_first_use(self) -> None:
@@ -461,24 +459,21 @@ class PutBack:
             if first_use != "seen":
                 written.put_back(written.after_first if first_use else written.copy)
             self.outcome[written.path] = nbytes, "new" if first_use else written.outcome
-        if between_keys:
-            self._restored_after = self._restored_after or len(self._runs)
-            if not self.last:
-                return
+        if between_keys and not self.last:
+            return
         made = self.made
-        may_undo = self.before.is_attribute if self._keeps_first_use else self._may_undo
         self.last = self.before.changes()
         for path, change in self.last.items():
-            known = self._paths[path]
+            known = self._paths.get(path)
             if path in made:
                 nbytes = change.now.nbytes if is_tensor(change.now) else 0
                 self.outcome[path] = nbytes, "new"
                 continue
             self.volatile.add(path)
-            if not may_undo(change):
+            if not self._may_undo(change):
                 continue
             value = change.was
-            if made and known.is_of_runs and known.runs:
+            if made and known is not None and not known.is_captured:
                 value = known.first
             with suppress(LookupError, AttributeError, TypeError):
                 _bind(change, value)
