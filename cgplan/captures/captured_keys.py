@@ -5,7 +5,7 @@ Note [Giving a key up]
 
     start-up, none captured     the next key, which is smaller
     start-up, others captured   those again; keys that wait get no graph
-    service, the pool grew      those again, then keys that wait
+    service, its own pool grew  those again, then keys that wait
     service, else               the next key; no new pool
 """
 
@@ -207,11 +207,11 @@ class CapturedKeys:
         in_service = self._in_service
         pools = self.graphs.pools
         waiting = list(keys)
-        served = set[Key]()  # had graphs: the guard is not asked again
+        had_graph = set[Key]()  # the guard is not asked again
         done = 0
         while waiting:
             key = waiting.pop(0)
-            if key not in served and not self.guard.allows(key):
+            if key not in had_graph and not self.guard.allows(key):
                 if not in_service:
                     break
                 self._remember_refusal(key)
@@ -232,10 +232,10 @@ class CapturedKeys:
             elif in_service:
                 if not captured or not pools.is_private or pools.nbytes <= pool_bytes:
                     continue
-                served.update(captured)
                 waiting = [*captured, *waiting]
             elif captured:
                 waiting = list(captured)
+            had_graph.update(captured)
             self._free_all()
             self.graphs.ranks.dropped()
             done = 0

@@ -141,12 +141,12 @@ class ModelGraphs(ModelForward):
         if self.before_key is None:
             yield
             return
-        put_back = PutBack(self.fingerprint(), 0)
+        before = self.fingerprint()
         try:
             self.before_key(*key, self.views(key[1]))
             yield
         finally:
-            put_back.restore_python(())
+            before.put_back()
 
     def _end_rehearsal(self, put_back: PutBack) -> None:
         self.backend.synchronize()
@@ -210,7 +210,7 @@ class ModelGraphs(ModelForward):
 
     @contextmanager
     def captures_again(self) -> Iterator[Rehearsal]:
-        """A block in torch's state of the first captures."""
+        """A block in torch's first state."""
         self.backend.synchronize()
         self.scope.is_open = True
         without_grad = self.ambient._replace(grad=False)

@@ -183,6 +183,17 @@ class Change:
         is_alike = Traits.of(was) == Traits.of(now) and was.device == now.device
         return is_alike and was.requires_grad == now.requires_grad
 
+    def bind(
+        self,
+        value: Any,
+    ) -> None:
+        assert self.where is not None
+        container, key = self.where
+        if value is ABSENT:
+            del container[key]
+        else:
+            container[key] = value
+
     @property
     def may_be_ignored(self) -> bool:
         """A count, a flag, a log; not tensors and objects that come and go."""
@@ -258,9 +269,10 @@ class Fingerprint:
         named = dict.fromkeys(walk.RUN_BY_A_CALL)  # in code so far
         classes: _Classes = {}
         seen: dict[int, Any] = {}  # keeps ids taken
-        todo = list[tuple[Place | None, int, Inside]]()
-        for inner in self._roots():
-            todo.append((None, 0, inner))
+        of_torch = vars(torch.nn.modules.module)
+        roots = [Inside(of_torch, f"_global{name}", f"torch.nn{name}") for name in walk.HOOKS]
+        roots += [Inside(self.roots, name, name) for name in reversed(self.roots)]
+        todo: list[tuple[Place | None, int, Inside]] = [(None, 0, root) for root in roots]
         while todo:
             above, home, entry = todo.pop()
             try:
@@ -289,15 +301,6 @@ class Fingerprint:
                     for inner in walk.named_in_class(layout, named):
                         todo.append((first, id(of_class), inner))
         self.count = len({id(p.value) for p in self.of_tensors if p.address is not None})
-
-    def _roots(self) -> list[Inside]:
-        found = list[Inside]()
-        for name in walk.HOOKS:
-            of_torch = vars(torch.nn.modules.module)
-            found.append(Inside(of_torch, f"_global{name}", f"torch.nn{name}"))
-        for name in reversed(self.roots):
-            found.append(Inside(self.roots, name, name))
-        return found
 
     def _add_place(
         self,
@@ -408,6 +411,16 @@ class Fingerprint:
             if held.value is container and held.holds != "items":
                 return True
         return False
+
+    def put_back(
+        self,
+        ignore: Iterable[str] = (),
+    ) -> bool:
+        """Undo changes of attributes; whether Python is then as it was."""
+        for change in self.changes(ignore).values():
+            if self.is_attribute(change):
+                change.bind(change.was)
+        return not self.changes(ignore)
 
     def container_ids(self) -> set[int]:
         """Of lists, dicts and objects with attributes."""

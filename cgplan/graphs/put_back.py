@@ -4,8 +4,7 @@ Note [What is put back]
     Tensors and attributes, not other containers; dicts lose what they got if no graph stays. Small
     storages are rewound before each run: positions must not run past a cache. What one run alone
     changed of Python, ahead of captures, was made on first use, and stays, as captures rely on it;
-    then other attributes keep what the first run left, which may belong to it. Tensors stay where
-    ``PutBack._first_use`` finds that they were made with it.
+    then other attributes keep what the first run left, which may belong to it.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from cgplan.graphs.fingerprint import (
     ABSENT,
     Change,
     Fingerprint,
+    Place,
     is_same,
     is_tensor,
     is_within,
@@ -49,7 +49,14 @@ class _Unowned(NamedTuple):
 
 @dataclass(slots=True)
 class Written:
-    """``after_run``: its bytes, if small: kernels may write without a version."""
+    """A storage.
+
+    Attributes:
+        runs: Those that wrote it.
+        is_captured: A capture did.
+        after_run: Its bytes, if small: kernels may write without a version.
+        after_first: Those that the first of ``runs`` computed.
+    """
 
     path: str
     tensor: torch.Tensor
@@ -57,7 +64,7 @@ class Written:
     copy: torch.UntypedStorage | None
     version: int | None
     outcome: Outcome
-    runs: set[int] = field(default_factory=set)  # numbers of those that wrote it
+    runs: set[int] = field(default_factory=set)
     is_captured: bool = False
     after_run: torch.UntypedStorage | None = None
     after_first: torch.UntypedStorage | None = None
@@ -102,7 +109,6 @@ class _PathChanges:
     Attributes:
         first: What the first one left there.
         is_captured: The first one was a capture.
-        runs: Their numbers.
     """
 
     first: Any
@@ -111,10 +117,10 @@ class _PathChanges:
 
 
 class _Run(NamedTuple):
-    """``began_with``: paths of Python that were not as at first; a look is no capture."""
+    """``is_eager``: no capture, nor did it fail; ``began_with``: paths that had changed."""
 
     key: Key | None
-    captures: bool
+    is_eager: bool
     began_with: frozenset[str]
 
 
@@ -144,7 +150,11 @@ class PutBack:
         self.written: dict[int, Written] = {}
         self._unowned: dict[int, _Unowned] = {}
         self._state_at = self._storages(before)
-        self._unseen: dict[int, Written] = {}  # small state, which only some sizes may write
+        self._versioned = list[Place]()
+        for place in before.of_tensors:
+            if place.value.layout is torch.strided and not place.value.is_inference():
+                self._versioned.append(place)
+        self._small_state: dict[int, Written] = {}  # a look sees what its size writes
         self.last: dict[str, Change] = {}
         self._paths = dict[str, _PathChanges]()
         self._of_engine = set[str]()  # paths
@@ -157,7 +167,7 @@ class PutBack:
             storage = tensor.untyped_storage()
             is_state = type(tensor) is not torch.nn.Parameter
             if limit and is_state and 0 < storage.nbytes() <= _SMALL:
-                self._unseen[address] = self._saved(
+                self._small_state[address] = self._copied(
                     path,
                     tensor,
                     storage,
@@ -189,10 +199,12 @@ class PutBack:
             if self._first_use(written) != "seen":
                 written.put_back(written.copy)
         held = self._now() if enters_made and self.made else None
-        versions = [version_of(place.value) for place in self.before.of_tensors]
-        run = _Run(self.key, captures, frozenset(self.last))
+        versions = [(place, place.value._version) for place in self._versioned]
+        began_with = frozenset(self.last)
+        is_whole = False
         try:
             yield found
+            is_whole = True
         finally:
             now = self.before.changes()
             changed = _differing(self.last, now)
@@ -201,6 +213,11 @@ class PutBack:
             self._unowned.clear()
             self._note_newly_written(versions)
             number = len(self._runs)
+            run = _Run(
+                self.key,
+                is_whole and not captures,
+                began_with,
+            )
             self._runs.append(run)
             for written in self.written.values():
                 written.count_run(number, captures=captures)
@@ -224,27 +241,19 @@ class PutBack:
 
     def _note_newly_written(
         self,
-        versions: Iterable[int | None],
+        versions: Iterable[tuple[Place, int]],
     ) -> None:
         self.newly_written = []
-        pairs = zip(
-            self.before.of_tensors,
-            versions,
-            strict=True,
-        )
-        for place, version in pairs:
-            tensor = place.value
-            is_unwritten = version_of(tensor) == version
-            if is_unwritten or tensor.layout is not torch.strided:
+        for place, version in versions:
+            if place.value._version == version:
                 continue
-            address = tensor.untyped_storage().data_ptr()
+            address = place.value.untyped_storage().data_ptr()
             written = self.written.get(address)
             is_steady = written is not None and len(written.runs) == len(self._runs)
             if not is_steady:
                 self.newly_written.append(place.path)
-            unseen = self._unseen.get(address)
-            if written is None and unseen is not None:
-                self.written[address] = unseen
+            if written is None and address in self._small_state:
+                self.written[address] = self._small_state[address]
 
     @contextmanager
     def setting_context(self) -> Iterator[None]:
@@ -266,8 +275,8 @@ class PutBack:
             if not address or address in self.written:
                 continue
             if address in self._state_at:
-                saved = self._unseen.get(address)
-                self.written[address] = saved or self._saved(*self._state_at[address], storage)
+                small = self._small_state.get(address)
+                self.written[address] = small or self._copied(*self._state_at[address], storage)
                 continue
             known = self._unowned.get(address)
             if known is None or known.reference.expired():
@@ -277,7 +286,7 @@ class PutBack:
                     copy = storage.clone()
                 self._unowned[address] = _Unowned(reference, copy, version_of(tensor))
 
-    def _saved(
+    def _copied(
         self,
         path: str,
         tensor: torch.Tensor,
@@ -329,7 +338,7 @@ class PutBack:
 
     @property
     def made(self) -> set[str]:
-        """Paths of Python that were made on first use."""
+        """Paths of Python, on first use."""
         found = set[str]()
         for path, known in self._paths.items():
             if self._keeps_first_use and not known.is_captured and len(known.runs) == 1:
@@ -361,7 +370,7 @@ class PutBack:
             return None
         number = max(written.runs)
         run, *later = self._runs[number:]
-        if not any(other.key == run.key and not other.captures for other in later):
+        if not any(other.key == run.key and other.is_eager for other in later):
             return None
         for path in undone:
             is_tried = any(path not in other.began_with for other in later)
@@ -476,37 +485,15 @@ class PutBack:
             if made and known is not None and not known.is_captured:
                 value = known.first
             with suppress(LookupError, AttributeError, TypeError):
-                _bind(change, value)
+                change.bind(value)
         if self.last:
             self.last = self.before.changes()
-
-    def restore_python(
-        self,
-        ignore: Iterable[str],
-    ) -> bool:
-        """Undo changes of attributes; whether Python is then as it was."""
-        for change in self.before.changes(ignore).values():
-            if self.before.is_attribute(change):
-                _bind(change, change.was)
-        return not self.before.changes(ignore)
 
     def drop_copies(self) -> None:
         """An exception's frames may hold this object for long."""
         self.written.clear()
-        self._unseen.clear()
+        self._small_state.clear()
         self.copied.clear()
-
-
-def _bind(
-    change: Change,
-    value: Any,
-) -> None:
-    assert change.where is not None
-    container, key = change.where
-    if value is ABSENT:
-        del container[key]
-    else:
-        container[key] = value
 
 
 def _differing(

@@ -533,17 +533,14 @@ def generators_of_the_host(device: torch.device) -> dict[str, ReadState]:
     if "numpy.random" in sys.modules:
         found["NumPy's random numbers"] = _numpy_random
     if device.type != "cpu":
-        found["torch's random numbers of the host"] = _host_random
+        host = torch.default_generator
+        found["torch's random numbers of the host"] = lambda: hash(bytes(host.get_state().tolist()))
     return found
 
 
 def _numpy_random() -> object:
     state = sys.modules["numpy.random"].get_state()
     return hash(state[1].tobytes()), state[2:]
-
-
-def _host_random() -> object:
-    return hash(bytes(torch.default_generator.get_state().tolist()))
 
 
 def step(key: Any) -> str:

@@ -117,7 +117,7 @@ class CUDAGraphWrapper:
     Raises CgplanError for a wrong argument.
     """
 
-    __graph_memory__ = True
+    __graph_memory__ = True  # no walk enters it
     _computes_while_capturing: ClassVar[bool] = False
 
     def __init__(
@@ -343,7 +343,11 @@ class CUDAGraphWrapper:
         scope = context.scope
         self._refuse(context, args)
         backend = self.backend
-        pool = self._pool_of(scope)
+        pool = self._pool
+        if pool is None and scope is not None:
+            pool = scope.pool
+        elif pool is None:
+            pool = self._own_pool = self._own_pool or backend.new_pool()
         plain = context.metadata
         watched = WatchedMetadata(plain, backend.is_capturing)
         # as in a replay
@@ -439,15 +443,6 @@ class CUDAGraphWrapper:
         if scope.address_check in ("off", "always"):
             return scope.address_check
         return self.options.address_check
-
-    def _pool_of(self, scope: CaptureScope | None) -> Any:
-        if self._pool is not None:
-            return self._pool
-        if scope is not None:
-            return scope.pool
-        if self._own_pool is None:
-            self._own_pool = self.backend.new_pool()
-        return self._own_pool
 
 
 def _argument(args: Args, i: int) -> str:

@@ -30,7 +30,7 @@ from cgplan.captures.failures import explain_eager_failure, raise_caused
 from cgplan.captures.model_graphs import ModelGraphs
 from cgplan.errors import NumbersError
 from cgplan.graphs.fingerprint import Change, Fingerprint, Place
-from cgplan.graphs.put_back import PutBack, copy_limit, version_of
+from cgplan.graphs.put_back import copy_limit, version_of
 from cgplan.modes import BatchDescriptor, CUDAGraphMode, Key
 from cgplan.reports.records import VerifyRecord
 from cgplan.runner.prepared import NEVER, Due, PreparedCall, Values
@@ -160,7 +160,7 @@ class _Moment:
         self,
         graphs: ModelGraphs,
         call: PreparedCall,
-        python: PutBack | None = None,
+        python: Fingerprint | None = None,
     ) -> None:
         self._python = python
         self._ignore = graphs.config.compilation.ignore
@@ -189,7 +189,7 @@ class _Moment:
             storage.copy_(copy)
         for generator, state in self.random:
             generator.set_state(state)
-        return self._python is None or self._python.restore_python(self._ignore)
+        return self._python is None or self._python.put_back(self._ignore)
 
     def has_drawn_until(self, other: _Moment) -> bool:
         both = zip(
@@ -229,8 +229,8 @@ class _Comparison:
         for record in self._python:
             for place in record.of_tensors:
                 self._versions.append((place, version_of(place.value)))
-        kept = PutBack(graphs.fingerprint(), 0) if self._facts.changes_python else None
-        self.begin = _Moment(graphs, call, kept)
+        python = graphs.fingerprint() if self._facts.changes_python else None
+        self.begin = _Moment(graphs, call, python)
 
     def finish(
         self,

@@ -8,6 +8,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from functools import cache
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
@@ -557,6 +558,28 @@ def test_seconds_are_those_of_captures_alone(monkeypatch: pytest.MonkeyPatch) ->
     budget = budget_of(runner)
     assert budget.used_seconds == 10.0
     assert "because the last capture took longer" not in str(runner.report)
+
+
+def test_graphs_that_are_captured_again_outlast_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A value for the host fails the third capture, and all start again, with warm-ups."""
+    now = [0.0]
+    clock = SimpleNamespace(perf_counter=lambda: now[0])
+    monkeypatch.setattr("cgplan.captures.budget.time", clock)
+
+    class Slow(TapeBackend):
+        def begin(self, graph: Any) -> None:
+            now[0] += 2.0
+            super().begin(graph)
+
+    tuned = cache(lambda _rows: torch.ones(1).max().item())
+    runner = open_runner(
+        {"capture_time": "5s"},
+        backend=Slow(),
+        model=lambda x: expected(x) * (tuned(4) if len(x) == 4 else 1),
+    )
+    assert "needs the host" in str(runner.report.started_again)
+    assert captured_sizes(runner) == [16, 8]
+    check_numbers(runner)
 
 
 # --- reserve --------------------------------------------------------------------------------------------------

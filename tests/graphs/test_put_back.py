@@ -320,18 +320,27 @@ def test_what_an_engine_sets_for_a_key_is_no_change_of_the_forward_and_is_put_ba
 
 def test_attributes_that_one_run_bound_are_put_back_alone_and_the_rest_is_told() -> None:
     model = Model()
-    kept = kept_of(model)
+    before = Fingerprint.of({"x": model}, CPU)
     model.count, model.part.count = 1, 1
-    assert kept.restore_python(())
+    assert before.put_back()
     assert (model.count, model.part.count) == (0, 0)
     model.count = 1
     model.log.append(1)
-    assert not kept.restore_python(())
+    assert not before.put_back()
     assert model.count == 0
     assert len(model.log) == 3
     model.count = 1
-    assert kept.restore_python(["x.log", "x.count"])
+    assert before.put_back(["x.log", "x.count"])
     assert model.count == 1, "what is ignored stays as it is"
+
+
+def test_a_run_that_fails_does_not_tell_that_a_tensor_was_written_on_first_use() -> None:
+    model = Model()
+    kept = looked(model, lambda: model.steps.add_(1))
+    with pytest.raises(ValueError, match="before it writes"), kept.run():
+        raise ValueError("before it writes")
+    kept.restore()
+    assert model.steps.tolist() == [0, 0]
 
 
 class Fills(nn.Module):
