@@ -15,14 +15,8 @@ from cgplan.captures.failures import explain_failure
 from cgplan.captures.model_forward import ModelForward
 from cgplan.errors import CaptureError, HostSyncError
 from cgplan.graphs.ambient import AmbientState
-from cgplan.graphs.fingerprint import Change, is_ignored
-from cgplan.graphs.footprint import (
-    Footprint,
-    listed,
-    look,
-    refuse_first_use,
-    refuse_rebound,
-)
+from cgplan.graphs.fingerprint import Change, is_ignored, is_within
+from cgplan.graphs.footprint import Footprint, look
 from cgplan.graphs.put_back import PutBack
 from cgplan.modes import CUDAGraphMode, Key
 from cgplan.piecewise.split import refuse_missing_ops
@@ -212,10 +206,10 @@ class Rehearsal:
         found = self.footprints[mode]
         compilation = forward.config.compilation
         if not forward.runs_python_again(mode):
-            refuse_rebound(found, changed, self.put_back)
-        made = listed(self.put_back.made_of(found.from_inputs))
+            self._refuse_rebound(found, changed)
+        made = self.put_back.made_of(found.from_inputs)
         if made:
-            refuse_first_use(made, self.put_back)
+            self._refuse_first_use(_listed(made))
         if compilation.strict and found.writes_input is not None:
             raise CaptureError(
                 f"the forward writes into an argument, at {found.writes_input}; a graph would "
@@ -235,7 +229,7 @@ class Rehearsal:
         self.judged.add(mode)
         if python:
             facts.note(
-                f"the forward changes {listed(python)}; replays do not, nor do they see it change"
+                f"the forward changes {_listed(python)}; replays do not, nor do they see it change"
             )
 
     @property
@@ -248,7 +242,7 @@ class Rehearsal:
     @property
     def left(self) -> str:
         """Paths of Python that the last run changed, and of tensors that not each run wrote."""
-        return listed([*self.changes, *self.put_back.newly_written])
+        return _listed([*self.changes, *self.put_back.newly_written])
 
     def refuse_changed(self, what: str) -> None:
         """Raise CaptureError if the last run, which failed, left more than attributes."""
@@ -263,4 +257,40 @@ class Rehearsal:
         """Raise CaptureError if an input's value made something on first use."""
         read = self.footprints[mode].value_read
         if read and self.put_back.made:
-            refuse_first_use(f"a value for the host ({read})", self.put_back)
+            self._refuse_first_use(f"a value for the host ({read})")
+
+    def _refuse_first_use(self, what: str) -> None:
+        remedy = "Run the model on one real batch before the capture."
+        if self.put_back.leaves_python:
+            remedy = (
+                "Lists and hidden flags keep what they were given, so build the model again. "
+                f"{remedy}"
+            )
+        raise CaptureError(
+            f"the forward computes {what} on first use, from padding, and keeps it",
+            remedy=remedy,
+        )
+
+    def _refuse_rebound(self, found: Footprint, changed: Mapping[str, Change]) -> None:
+        stale = [path for path in found.stale if path in changed]
+        if stale:
+            raise CaptureError(
+                f"an eager piece reads {_listed(stale)}, which graph code binds on each call; a "
+                "replay would not",
+                remedy="Pass it to the piece as an argument, or have the piece compute it.",
+            )
+        refused = self.put_back.rebound(found.reads, changed)
+        for path, change in changed.items():
+            if change.is_reshaped and not is_within(path, found.aside):
+                refused.append(path)
+        if refused:
+            raise CaptureError(
+                f"the forward reads {_listed(refused)} and binds it again on each call; a graph "
+                "reads the one of the capture",
+                remedy="Write in place (self.cache.add_(x), a one-element tensor for a counter), "
+                "pass it as an input, or do it outside of the forward.",
+            )
+
+
+def _listed(paths: Iterable[str]) -> str:
+    return ", ".join(path.removeprefix("model.") for path in [*paths][:5])

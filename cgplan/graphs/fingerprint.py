@@ -722,12 +722,8 @@ def _remedy(lines: dict[str, list[str]]) -> str:
         "Write new values into the captured tensors in place (copy_), declare the tensor as an "
         "input, or capture again."
     )
-    positions = set[int]()
-    for found in lines.values():
-        for line in found:
-            argument = re.match(r"args\[(\d+)\](?::|$)", line)
-            if argument:
-                positions.add(int(argument[1]))
+    text = "\n".join(line for found in lines.values() for line in found)
+    positions = set(map(int, re.findall(r"(?m)^args\[(\d+)\](?::|$)", text)))
     if positions:
         remedy += (
             " Where it is an argument of a CUDAGraphWrapper that eager code makes on each call, "

@@ -52,7 +52,7 @@ from cgplan.backends.host_sync import (
 )
 from cgplan.errors import CaptureError, first_line
 from cgplan.graphs.ambient import random_state_kept
-from cgplan.graphs.fingerprint import ABSENT, Change, Fingerprint, is_same, is_tensor, is_within
+from cgplan.graphs.fingerprint import ABSENT, Fingerprint, is_same, is_tensor
 from cgplan.graphs.put_back import PutBack
 
 Part = Literal["segment", "eager piece"]
@@ -317,7 +317,12 @@ class Look(TorchDispatchMode):
             found.from_inputs |= storages_of(results)
         if self._in_piece:
             self._follow_piece(given, results)
-        self._note_storages(func, leaves, ids_given, ids_written)
+        self._note_storages(
+            func,
+            leaves,
+            ids_given,
+            ids_written,
+        )
         if func._opname.startswith("_foreach_"):
             count_writes(func, args, kwargs)
         return result
@@ -484,7 +489,11 @@ class Look(TorchDispatchMode):
         key = number_of(generator)
         if key not in self._random:
             state = generator.get_state()
-            self._random[key] = _Random(generator, state, state)
+            self._random[key] = _Random(
+                generator,
+                before=state,
+                after=state,
+            )
             if key != number_of(self._default):
                 self.found.generators[key] = generator
         return self._random[key]
@@ -565,7 +574,13 @@ def look(
 ) -> Footprint:
     """Run a forward eagerly, once; ``options`` of ``Look``."""
     device = put_back.before.device
-    with put_back.run(), random_state_kept(device), probing(), as_written(), ExitStack() as stack:
+    with (
+        put_back.run(),
+        random_state_kept(device),
+        probing(),
+        as_written(),
+        ExitStack() as stack,
+    ):
         mode = Look(put_back, **options)
         stack.enter_context(answering(mode.hidden_from, mode.answer))
         if device.type == "cpu":  # on a GPU the dispatcher sees it
@@ -582,47 +597,3 @@ def look(
     bound = {id(change.now) for change in put_back.last.values()}
     mode.found.outside = mode.outside.tensors(bound)
     return mode.found
-
-
-def refuse_first_use(
-    what: str,
-    put_back: PutBack,
-) -> None:
-    remedy = "Run the model on one real batch before the capture."
-    if put_back.leaves_python:
-        remedy = (
-            f"Lists and hidden flags keep what they were given, so build the model again. {remedy}"
-        )
-    raise CaptureError(
-        f"the forward computes {what} on first use, from padding, and keeps it",
-        remedy=remedy,
-    )
-
-
-def refuse_rebound(
-    found: Footprint,
-    changed: Mapping[str, Change],
-    put_back: PutBack,
-) -> None:
-    stale = [path for path in found.stale if path in changed]
-    if stale:
-        raise CaptureError(
-            f"an eager piece reads {listed(stale)}, which graph code binds on each call; a replay "
-            "would not",
-            remedy="Pass it to the piece as an argument, or have the piece compute it.",
-        )
-    refused = put_back.rebound(found.reads, changed)
-    for path, change in changed.items():
-        if change.is_reshaped and not is_within(path, found.aside):
-            refused.append(path)
-    if refused:
-        raise CaptureError(
-            f"the forward reads {listed(refused)} and binds it again on each call; a graph "
-            "reads the one of the capture",
-            remedy="Write in place (self.cache.add_(x), a one-element tensor for a counter), pass "
-            "it as an input, or do it outside of the forward.",
-        )
-
-
-def listed(paths: Iterable[str]) -> str:
-    return ", ".join(path.removeprefix("model.") for path in [*paths][:5])

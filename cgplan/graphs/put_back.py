@@ -397,17 +397,12 @@ class PutBack:
     ) -> list[str]:
         """Paths on these storages that were made on first use."""
         found = list[str]()
-        for once in self.written.values():
-            is_computed = storage_id(once.tensor) in computed
-            if is_computed and self._first_use(once) == "hidden":
-                found.append(once.path)
-        if not self.made:
-            return found
-        for address, (path, tensor) in self._storages(self._now()).items():
+        state = self._storages(self._now()) if self.made else self._state_at
+        for address, (path, tensor) in state.items():
             written = self.written.get(address)
-            if written is not None and self._first_use(written) != "seen":
+            if storage_id(tensor) not in computed:
                 continue
-            if storage_id(tensor) in computed:
+            if written is None or self._first_use(written) is not None:
                 found.append(path)
         return found
 
