@@ -96,7 +96,10 @@ class Written:
         self.is_captured |= has_written and captures
         self.version = version
 
-    def put_back(self, copy: torch.UntypedStorage | None) -> None:
+    def put_back(
+        self,
+        copy: torch.UntypedStorage | None,
+    ) -> None:
         if copy is not None and self.storage.nbytes() == copy.nbytes():
             self.storage.copy_(copy)
             self.after_run = None
@@ -265,7 +268,10 @@ class PutBack:
             self._paths.pop(path, None)
         self.last = now
 
-    def save(self, written: Iterable[torch.Tensor]) -> None:
+    def save(
+        self,
+        written: Iterable[torch.Tensor],
+    ) -> None:
         for tensor in written:
             try:
                 storage = tensor.untyped_storage()
@@ -354,15 +360,9 @@ class PutBack:
         """
         made = self.made
         stay = set[int]()
-        undone = list[str]()
         for path, known in self._paths.items():
-            change = self.last.get(path)
             is_steady = len(known.runs) == len(self._runs)
-            if path in made:
-                stay |= known.runs
-            elif change is None or self._may_undo(change):
-                undone.append(path)
-            elif not known.is_captured and not is_steady:
+            if path in made or not (is_steady or known.is_captured or self._may_undo(path)):
                 stay |= known.runs
         if written.runs and written.runs <= stay:
             return "seen"
@@ -372,9 +372,9 @@ class PutBack:
         run, *later = self._runs[number:]
         if not any(other.key == run.key and other.is_eager for other in later):
             return None
-        for path in undone:
+        for path, known in self._paths.items():
             is_tried = any(path not in other.began_with for other in later)
-            if number in self._paths[path].runs and not is_tried:
+            if number in known.runs and not is_tried and self._may_undo(path):
                 return None
         return "hidden"
 
@@ -386,10 +386,15 @@ class PutBack:
                 return True
         return "hidden" in map(self._first_use, self.written.values())
 
-    def _may_undo(self, change: Change) -> bool:
+    def _may_undo(
+        self,
+        path: str,
+    ) -> bool:
         """Dicts lose what runs put in, but only if no graph stays."""
-        is_new = change.was is ABSENT and not self._keeps_first_use
-        return is_new or self.before.is_attribute(change)
+        change = self.last.get(path)
+        if change is None or self.before.is_attribute(change):
+            return True
+        return change.was is ABSENT and not self._keeps_first_use
 
     def made_of(
         self,
@@ -474,7 +479,7 @@ class PutBack:
                 self.outcome[path] = nbytes, "new"
                 continue
             self.volatile.add(path)
-            if not self._may_undo(change):
+            if not self._may_undo(path):
                 continue
             value = change.was
             if made and known is not None and not known.is_captured:
