@@ -772,6 +772,28 @@ def test_nested_tensors_run_by_the_models_own_code(backend: GraphBackend) -> Non
             )
 
 
+def test_a_call_much_like_the_last_one_is_told_apart(backend: GraphBackend) -> None:
+    def model(x: Tensor, y: Tensor) -> Tensor:
+        return x * 2 + y
+
+    g = cgplan.graphed(model)
+    x, y = rows(backend, 3), rows(backend, 3, 1)
+    parameter = x.clone().requires_grad_()
+    transposed = x.T.contiguous().T
+    nested = torch.nested.nested_tensor([x], layout=torch.strided)
+    for other in ((x.double(), y.double()), (x, x), (transposed, y), (parameter, y)):
+        for _ in range(6):
+            close(g(x, y), model(x, y))
+        for _ in range(4):
+            found, wanted = g(*other), model(*other)
+            assert (found.dtype, found.requires_grad) == (wanted.dtype, wanted.requires_grad)
+            close(found, wanted)
+        close(g(x, y), model(x, y))
+        assert torch.equal(g(nested, nested)[0], model(nested, nested)[0])
+    assert g.eager_calls["a tensor argument asks for a gradient"] == 4
+    assert g.eager_calls["an argument is a nested tensor"] == 4
+
+
 @pytest.mark.parametrize("settings", [{"max_graphs": None}, {"compilation": 3}])
 def test_settings_of_another_type_are_typed(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):

@@ -222,11 +222,7 @@ def same_tensors(tensors: Sequence[Tensor]) -> tuple[int, ...]:
     if len(tensors) < 2 or len(set(map(id, tensors))) == len(tensors):
         return ()
     first = dict[int, int]()
-    same = list[int]()
-    for at, tensor in enumerate(tensors):
-        place = first.setdefault(id(tensor), at)
-        same.append(place)
-    return tuple(same)
+    return tuple(first.setdefault(id(tensor), at) for at, tensor in enumerate(tensors))
 
 
 class Tail(NamedTuple):

@@ -58,7 +58,8 @@ from cgplan.runner.session import CaptureSession
 _MOST_CALLS = 4096
 _SHARED = "an argument is a tensor of the model, or shares memory that the model writes"
 _INSIDE = "inside the forward of another runner"
-_traits = attrgetter("shape", "dtype", "layout", "device")
+_NO_CALL: tuple[Any, Any, Any] = None, None, None  # form, runner, kind
+_traits = attrgetter("shape", "dtype", "layout", "device", "requires_grad")
 _requires_grad = attrgetter("requires_grad")
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
@@ -68,7 +69,7 @@ _transforms = torch._C._functorch.peek_interpreter_stack
 
 
 class Calls:
-    """Owns graphs, pool and static buffers; calls wait for each other.
+    """Calls wait for each other.
 
     Attributes:
         replayed, eager: Numbers of calls that graphs answered, and of others by reason.
@@ -91,6 +92,7 @@ class Calls:
         self.device = "cpu"
         # by form, shapes and dtypes: kinds that a graph serves, or that run eagerly
         self._known: dict[Any, list[Kind]] = {}
+        self._last = _NO_CALL
 
     def recapture(self) -> None:
         with self._lock:
@@ -118,23 +120,22 @@ class Calls:
         with self._lock:
             form, tensors = call_form(args, kwargs)
             tail = tail_of(tensors, self.device)
-            wants_grad = tail.is_grad and (
-                True in map(_requires_grad, tensors) or _saving_hooks(False) is not None
-            )
-            reason = self._reason_of_context(wants_grad)
+            reason = self._reason_of_context(tail.is_grad)
             if reason:
                 return self._run_model(reason, args, kwargs)
             form.append(tail)
-            try:
-                key = (*form, *map(_traits, tensors))
-            except RuntimeError:
-                return self._run_model("an argument is a nested tensor", args, kwargs)
-            for kind in self._known.get(key, ()):
-                # objects may be in a new state
-                if kind.objects is None or kind.objects_hold():
-                    break
-            else:
-                return self._learn_or_capture(key, self._own_call(args, kwargs, form, tensors))
+            last_form, runner, kind = self._last
+            key: Any = None
+            if form != last_form or not runner.resembles_last(tensors):
+                try:
+                    key = (*form, *map(_traits, tensors))
+                except RuntimeError:
+                    return self._run_model("an argument is a nested tensor", args, kwargs)
+                for kind in self._known.get(key, ()):
+                    if kind.objects_hold():  # they may be in a new state
+                        break
+                else:
+                    return self._learn_or_capture(key, self._own_call(args, kwargs, form, tensors))
             if kind.eager_reason:
                 return self._run_model(kind.eager_reason, args, kwargs)
             if kind.runner is None or not self.learner.holds():
@@ -143,6 +144,8 @@ class Calls:
                     return self._learn_or_capture(key, call)
             if self._is_shared(kind, tensors):
                 return self._run_model(_SHARED, args, kwargs)
+            if kind.objects is None:
+                self._last = form, kind.runner, kind
             return self._replay(kind, tensors, args, kwargs)
 
     def _own_call(
@@ -166,15 +169,13 @@ class Calls:
             args, kwargs = arguments_of(tuple(form), len(args), tuple(kwargs), own)
         return Call(args, kwargs, tuple(form), own)
 
-    def _reason_of_context(self, wants_grad: bool) -> str | None:
+    def _reason_of_context(self, is_grad: bool) -> str | None:
         if getattr(self._module, "training", False):  # frozen scripts have none
             reason = "the model is in training mode; call .eval() for graphs"
             self.learner.tell_once(reason)
             return reason
-        if wants_grad:
-            if _saving_hooks(False) is not None:
-                return "hooks save tensors for backward, as activation checkpointing does"
-            return "a tensor argument asks for a gradient"
+        if is_grad and _saving_hooks(False) is not None:
+            return "hooks save tensors for backward, as activation checkpointing does"
         if _dispatch_modes() > 0 or _transforms() is not None or _tracing() is not None:
             return "under a dispatch mode, a transform of torch.func, or torch.jit.trace"
         if _function_modes() > 0:
@@ -218,7 +219,10 @@ class Calls:
         args = call.args
         kwargs = call.kwargs
         tensors = call.tensors
+        self._last = _NO_CALL
         reason = reason_against(call.form, tensors)
+        if call.tail.is_grad and True in map(_requires_grad, tensors):
+            reason = "a tensor argument asks for a gradient"
         if reason:
             return self._run_model(reason, args, kwargs)
         if self.pool is None:
@@ -240,7 +244,7 @@ class Calls:
         if kind.stage is Stage.NEW and self._settings.compilation.capture_policy == "eager":
             kind, sizes = learner.warmed_up(call)
         if kind.may_capture:
-            learner.free_if_changed()  # the watch sees less; it may set the kind back
+            learner.free_if_changed()  # in full: a changed model sets the kind back
         if kind.is_learning:
             output = learner.learning_call(kind, sizes, call)
             self.eager["the first calls of a kind"] += 1
@@ -292,13 +296,12 @@ class Calls:
         kwargs: Kwargs,
     ) -> Any:
         assert kind.runner is not None
-        inputs: dict[str, Any] = dict(zip(kind.specs, tensors, strict=True))
         wants_grad = kind.requires_grad and torch.is_grad_enabled()
         again: OwnCode | None = None
         if wants_grad and self._settings.recomputes:
             again = self._own_code_again(args, kwargs)
         try:
-            output = kind.runner(**inputs)
+            output = kind.runner(*tensors)
         except NumbersError as error:
             output = self._after_a_difference(kind, error, tensors)
         except ModelError as error:  # failed in a comparison
@@ -395,11 +398,11 @@ class Calls:
             if not kind.may_capture or kind not in self.learner.kinds:
                 return kind.eager_reason or error.message
             error = self._capture(kind, sizes, tensors)
-        assert kind.runner is not None
-        kind.written = frozenset(kind.runner.graphs.facts.storages_written)
+        runner = kind.runner
+        assert runner is not None
+        kind.written = frozenset(runner.graphs.facts.storages_written)
         if self._is_shared(kind, tensors):
             return _SHARED
-        runner = kind.runner
         route = kind.route(sizes)
         if route.mode is CUDAGraphMode.NONE and self._settings.compilation.on_miss == "eager":
             why_not = runner.router.reason_for_none(route)
@@ -553,7 +556,7 @@ class Calls:
             return
         with self._lock:
             form, tensors = call_form(args, kwargs)
-            reason = self._reason_of_context(wants_grad=False) or reason_against(form, tensors)
+            reason = self._reason_of_context(is_grad=False) or reason_against(form, tensors)
             if reason:
                 self.learner.tell_once(f"warm_up takes the arguments of a call: {reason}", reason)
                 return

@@ -147,13 +147,19 @@ class Kind:
                 reason += f"; ignore=[{first.path!r}] if it decides nothing"
             self.run_eagerly(reason)
 
-    def note_difference(self, reason: str) -> None:
+    def note_difference(
+        self,
+        reason: str,
+    ) -> None:
         if self.stage is Stage.DIFFERED:
             self.run_eagerly(reason)
         else:
             self.stage = Stage.DIFFERED
 
-    def run_eagerly(self, reason: str) -> None:
+    def run_eagerly(
+        self,
+        reason: str,
+    ) -> None:
         self.close()
         self.stage = Stage.EAGER
         self.eager_reason = reason
@@ -202,13 +208,12 @@ class Kind:
                     raise InputError(f"{name} is {sizes[name]}, the kind has {dim.max}")
         return sizes
 
-    def outgrown(self, sizes: Sizes) -> list[str]:
+    def outgrown(
+        self,
+        sizes: Sizes,
+    ) -> list[str]:
         """Names without a bound whose dimensions are too small."""
-        found = list[str]()
-        for name in self.grows:
-            if sizes[name] > self.dims[name].top:
-                found.append(name)
-        return found
+        return [name for name in self.grows if sizes[name] > self.dims[name].top]
 
     def inputs(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
         return dict(zip(self.specs, tensors, strict=True))
@@ -267,8 +272,7 @@ class Kind:
             sizes = Sizes()
             specs = self.specs.values()
             for spec, shape in zip(specs, shapes, strict=True):
-                pairs = zip(spec.extents, shape, strict=True)
-                for extent, size in pairs:
+                for extent, size in zip(spec.extents, shape, strict=True):
                     if extent.symbol is not None:
                         sizes[extent.symbol] = size
             self.learn(sizes, form, outputs)
@@ -340,10 +344,7 @@ class Kind:
                 for at, extent in enumerate(spec.extents):
                     if extent.symbol == name:
                         of_inputs.add(at)
-            named = set[int]()
-            for at, found in enumerate(extents):
-                if found == name:
-                    named.add(at)
+            named = {at for at, found in enumerate(extents) if found == name}
             if named & of_inputs:
                 for at in named - of_inputs:
                     extents[at] = shape[at]
@@ -360,13 +361,8 @@ class Kind:
             pad = 0 if spec.pad == "last" else spec.pad
             view.fill_(pad)
             real = self.batch[name]
-            target = view
-            pairs = zip(view.shape, real.shape, strict=True)
-            for at, sizes in enumerate(pairs):
-                common = min(sizes)
-                real = real.narrow(at, 0, common)
-                target = target.narrow(at, 0, common)
-            target.copy_(real)
+            common = tuple(map(slice, map(min, view.shape, real.shape)))
+            view[common].copy_(real[common])
             for at, extent in enumerate(spec.extents):
                 if extent.symbol == self.names[0]:
                     rows = torch.arange(view.shape[at], device=view.device)
@@ -420,11 +416,7 @@ class Family:
                 known.add(repr(value))
         if not 4 <= self.kinds == self.calls:
             return []
-        found = list[str]()
-        for path, values in self.values.items():
-            if len(values) == self.calls:
-                found.append(path)
-        return found
+        return [path for path, values in self.values.items() if len(values) == self.calls]
 
 
 def without_constants(form: Form) -> Form:

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from cgplan.graphs.fingerprint import Change, Fingerprint, Place, Stateful
+from cgplan.graphs.fingerprint import Change, Fingerprint, Place, Stateful, Traits
 from cgplan.graphs.walk import Contents, InClass, Via
 
 # tensors, other places, containers of each call
@@ -33,7 +33,7 @@ _WITHOUT_WATCHER = (64, 128, 128)
 _DEALLOCATED = 5
 _address_of = torch._C.TensorBase.data_ptr
 _requires_grad = attrgetter("requires_grad")
-_Compared = tuple[Any, Any, Any, tuple[Any, ...] | None]  # container, key, value, Place.tensor
+_Compared = tuple[Any, Any, Any, Traits | None]  # container, key, value, traits
 _flags: dict[int, list[list[bool]]] = {}  # by the address of a dict or class
 _lock = threading.RLock()  # of flags and what is watched: a watch may be closed by a collection
 
@@ -49,7 +49,9 @@ def _note_dict(
     return 0
 
 
-def _note(address: int) -> int:
+def _note(
+    address: int,
+) -> int:
     for flag in _flags.get(address, ()):
         flag[0] = True
     return 0
@@ -112,7 +114,9 @@ def _end(
     getattr(ctypes.pythonapi, f"Py{kind}_ClearWatcher")(watcher)
 
 
-def _takes_version(kind: type) -> bool:
+def _takes_version(
+    kind: type,
+) -> bool:
     return bool(ctypes.pythonapi.PyUnstable_Type_AssignVersionTag(ctypes.py_object(kind)))
 
 
@@ -181,7 +185,7 @@ class ChangeDetector:
                 place.container,
                 place.key,
                 place.value,
-                place.tensor,
+                place.traits,
             )
             self._all.append(compared)
             if place.address is not None:
@@ -253,13 +257,12 @@ class ChangeDetector:
         """Looks at the flag, all addresses, and the next places in rotation. If False,
         ``holds_all`` or ``changes`` decides.
         """
-        tensors = self._tensors
         with torch._C.DisableTorchFunction():  # a mode takes 1 us for each address
-            if self._flag[0] or [*map(_address_of, tensors)] != self._addresses:
+            if self._flag[0] or [*map(_address_of, self._tensors)] != self._addresses:
                 return False
             # a runner's outputs never want gradients
             has_grad = self._is_whole and torch.is_grad_enabled()
-            if has_grad and [*map(_requires_grad, tensors)] != self._require_grad:
+            if has_grad and [*map(_requires_grad, self._tensors)] != self._require_grad:
                 return False
             if not self._chunks:
                 return True
@@ -271,7 +274,8 @@ class ChangeDetector:
         """Each place holds the same object at its address."""
         self._reset()
         with torch._C.DisableTorchFunction():
-            found = _holds(self._all)
+            is_moved = [*map(_address_of, self._tensors)] != self._addresses
+            found = not is_moved and _holds(self._all)
         if not found:
             self._flag[0] = True
         return found
@@ -315,7 +319,9 @@ class ChangeDetector:
             self.close()
 
 
-def _with_those_above(places: Iterable[Place]) -> list[Place]:
+def _with_those_above(
+    places: Iterable[Place],
+) -> list[Place]:
     found = {id(place): place for place in places}
     todo = list(found.values())
     for place in todo:  # it grows
@@ -348,17 +354,12 @@ def _chunks(parts: list[list[list[_Compared]]]) -> list[list[_Compared]]:
 
 def _holds(compared: Iterable[_Compared]) -> bool:
     try:
-        for container, key, value, tensor in compared:
+        for container, key, value, traits in compared:
             if container[key] is not value:
                 return False
-            if tensor is None:
+            if traits is None:
                 continue
-            if (
-                value.data_ptr(),
-                value.requires_grad,
-                value.stride(),
-                value.shape,
-            ) != tensor:
+            if value.stride() != traits.strides or value.shape != traits.shape:
                 return False
     except (LookupError, AttributeError, ValueError, TypeError):
         return False

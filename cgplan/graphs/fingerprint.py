@@ -101,17 +101,6 @@ class Place:
     requires_grad: bool = False
     traits: Traits | None = None
 
-    @property
-    def tensor(self) -> tuple[Any, ...] | None:
-        if self.traits is None:
-            return None
-        return (
-            self.address,
-            self.requires_grad,
-            self.traits.strides,
-            self.traits.shape,
-        )
-
     def enter_tensor(
         self,
         device: torch.device,
@@ -539,7 +528,10 @@ class Fingerprint:
                 lines.append(f"{path} has {later.length}, at capture {held.length}")
         return lines
 
-    def refuse_reshaped(self, roots: Mapping[str, Any]) -> None:
+    def refuse_reshaped(
+        self,
+        roots: Mapping[str, Any],
+    ) -> None:
         """Raise AddressError where tensors are gone or look otherwise; they may have moved."""
         lines = self.moved(Fingerprint.of(roots, self.device), may_grow=True)
         found = [f"{path} is gone" for path in lines["missing"]]

@@ -84,6 +84,7 @@ class GraphRunner:
         self._reader = BatchReader(config.tensors, config.dim_names, graphs.backend.device)
         names = self._reader.names
         self._num_inputs = len(names)
+        self._may_lack_names = not config.metadata
         self._pick = _picker(names)
         self._asked_ns = 0  # when the call began, for a trace
         self._forbidden = 0  # nested `no_capture`
@@ -200,8 +201,9 @@ class GraphRunner:
             DispatchMissError: no graph serves the batch and ``compilation.on_miss`` is ``error``.
             CgplanError: the runner is closed.
         """
-        if tensors:
+        if tensors and (inputs or not self._may_lack_names):
             inputs = self._by_name(tensors, inputs)
+            tensors = ()
         # as _held, which is slower
         if self._use.acquire(False):
             self._use.thread = get_ident()
@@ -221,9 +223,9 @@ class GraphRunner:
             is_alike = False
             key: Seen | None = None
             try:
-                values: Values = self._pick(inputs)
+                values: Values = tensors or self._pick(inputs)
                 # is_alike ends the process for nested ones
-                if len(inputs) != self._num_inputs or True in map(_is_nested, values):
+                if len(tensors or inputs) != self._num_inputs or True in map(_is_nested, values):
                     call = None
                 elif call is not None and flags == call.flags and call.is_alike(*values):
                     is_alike = True
@@ -234,7 +236,7 @@ class GraphRunner:
             except _MISFITS:  # _look_up names them
                 call = None
             if call is None:
-                call, values = self._look_up(inputs, flags, key)
+                call, values = self._look_up(self._by_name(tensors, inputs), flags, key)
             # equal shapes, other strides or inference mode
             elif call is self._last and not is_alike:
                 call.is_alike = alike_to(values)
@@ -247,6 +249,11 @@ class GraphRunner:
         finally:
             self._use.thread = 0
             self._use.unlock()
+
+    def resembles_last(self, tensors: Values) -> bool:
+        """``alike_to`` the last call's."""
+        call = self._last
+        return call is not None and True not in map(_is_nested, tensors) and call.is_alike(*tensors)
 
     def _by_name(
         self,
@@ -370,11 +377,13 @@ class GraphRunner:
         with nullcontext(Trace.current) if Trace.current else Trace().on() as trace:
             self._look_up_anew()
             self._pick = asked
+            self._may_lack_names = False
             try:
                 yield trace
             finally:
                 self._look_up_anew()
                 self._pick = pick
+                self._may_lack_names = not self.config.metadata
 
     @contextmanager
     def _changing(self) -> Iterator[CapturedKeys]:

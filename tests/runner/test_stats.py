@@ -562,6 +562,22 @@ def test_a_trace_of_calls(backend: GraphBackend) -> None:
     assert Trace.current is None
 
 
+def test_a_trace_shows_the_look_at_inputs_by_position(backend: GraphBackend) -> None:
+    runner = cgplan.capture(
+        lambda x: x + 1,
+        {"x": Input(shape=("num_tokens", 8), dtype="float32", pad=0)},
+        compilation={"cudagraph_capture_sizes": [4]},
+        device=backend.device,
+    )
+    x = torch.ones(3, 8, device=backend.device)
+    for _ in range(2):
+        with runner.trace() as trace:
+            runner(x)
+        dispatch = next(event for event in trace.events if event["name"] == "dispatch")
+        assert dispatch["dur"] > 0
+        runner(x)
+
+
 def test_a_trace_of_captures_and_pieces(backend: GraphBackend) -> None:
     piecewise = {
         "cudagraph_mode": "PIECEWISE",
