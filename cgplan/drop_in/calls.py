@@ -315,9 +315,8 @@ class Calls:
             output = with_gradients(output, kind.requires_grad, again, self._name)
         if kind.returns == ONE_TENSOR:
             return output
-        form = iter(kind.returns or ())
         leaves = output if isinstance(output, tuple) else (output,)
-        return rebuild(form, iter(leaves))
+        return rebuild(iter(kind.returns or ()), iter(leaves))
 
     def _after_a_difference(
         self,
@@ -435,6 +434,7 @@ class Calls:
     ) -> CgplanError | None:
         """Capture the graph of a batch, where it may and there is room; why that failed."""
         self.learner.watch_model()
+        # they may lie in static buffers, which are filled
         kind.batch = kind.inputs([tensor.clone() for tensor in tensors])
         try:
             runner = kind.runner

@@ -181,11 +181,11 @@ class Inference:
         kind = Kind(forward, specs, call.form, state, device)
         kind.notes.append(note)
         if len(kind.names) == 1:
-            for name, spec in specs.items():
-                # copies of a real row are always valid
+            for name, spec in kind.specs.items():
+                # copies of a real row are always valid, but only rows have copies
                 if name not in pads and any(extent.symbol for extent in spec.extents):
-                    specs[name] = spec.changed(pad="last")
-        for name, spec in specs.items():
+                    kind.specs[name] = spec.changed(pad="last")
+        for name, spec in kind.specs.items():
             shape = ", ".join(map(str, spec.shape))
             kind.notes.append(f"{name}: {spec.dtype} [{shape}]")
         constants = constants_in(call.by_name(self.signature), "")

@@ -212,7 +212,6 @@ class Kind:
         self,
         sizes: Sizes,
     ) -> list[str]:
-        """Names without a bound whose dimensions are too small."""
         return [name for name in self.grows if sizes[name] > self.dims[name].top]
 
     def inputs(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:

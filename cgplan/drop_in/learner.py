@@ -228,7 +228,7 @@ class Learner(Inference):
         drawn, written = _effects_until_now(records)
         output = self.model(*call.args, **call.kwargs)
         changes = list[list[Change]]()
-        # the caller sees what its arguments are
+        # of arguments nothing is ignored
         for record, ignored in zip(records, (settings.ignore, ()), strict=False):
             changes.append(list(record.changes(ignored).values()))
         kind.note_run(sizes, *changes)

@@ -254,9 +254,7 @@ class ChangeDetector:
         return is_steady or id(container) in self._watched
 
     def holds(self) -> bool:
-        """Looks at the flag, all addresses, and the next places in rotation. If False,
-        ``holds_all`` or ``changes`` decides.
-        """
+        """If False, ``holds_all`` or ``changes`` decides."""
         with torch._C.DisableTorchFunction():  # a mode takes 1 us for each address
             if self._flag[0] or [*map(_address_of, self._tensors)] != self._addresses:
                 return False
