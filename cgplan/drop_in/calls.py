@@ -125,7 +125,6 @@ class Calls:
                 return self._run_model(reason, args, kwargs)
             form.append(tail)
             last_form, runner, kind = self._last
-            key: Any = None
             if form != last_form or not runner.resembles_last(tensors):
                 try:
                     key = (*form, *map(_traits, tensors))
@@ -135,13 +134,13 @@ class Calls:
                     if kind.objects_hold():  # they may be in a new state
                         break
                 else:
-                    return self._learn_or_capture(key, self._own_call(args, kwargs, form, tensors))
+                    return self._learn_or_capture(self._own_call(args, kwargs, form, tensors))
             if kind.eager_reason:
                 return self._run_model(kind.eager_reason, args, kwargs)
             if kind.runner is None or not self.learner.holds():
                 call = self._own_call(args, kwargs, form, tensors)
                 if kind.runner is None or self.learner.free_if_changed():
-                    return self._learn_or_capture(key, call)
+                    return self._learn_or_capture(call)
             if self._is_shared(kind, tensors):
                 return self._run_model(_SHARED, args, kwargs)
             if kind.objects is None:
@@ -211,11 +210,7 @@ class Calls:
         written = kind.written
         return bool(written) and not written.isdisjoint(map(storage_id, tensors))
 
-    def _learn_or_capture(
-        self,
-        key: Any,
-        call: Call,
-    ) -> Any:
+    def _learn_or_capture(self, call: Call) -> Any:
         args = call.args
         kwargs = call.kwargs
         tensors = call.tensors
@@ -251,26 +246,25 @@ class Calls:
             return output
         refusal = kind.eager_reason or self._provide_graph(kind, sizes, tensors)
         if refusal:
-            return self._run_refused(refusal, key, kind, call)
+            return self._run_refused(refusal, kind, call)
         assert kind.runner is not None
         if objects_in(call.form):
             kind.take_objects(self.pool.backend.device)
         if kind.route(sizes).missing is None:
-            self._remember(key, kind)
+            self._remember(call, kind)
         with kind.runner.no_capture():  # room was made for one alone
             return self._replay(kind, tensors, args, kwargs)
 
     def _run_refused(
         self,
         refusal: str | ModelError,
-        key: Any,
         kind: Kind,
         call: Call,
     ) -> Any:
         """If the model's own code fails, too, the batch is at fault, and the kind stays."""
         if isinstance(refusal, str):
             if kind.stage is Stage.EAGER and not objects_in(call.form):
-                self._remember(key, kind)
+                self._remember(call, kind)
             return self._run_model(refusal, call.args, call.kwargs)
         if kind.runner is not None:
             kind.runner.retry_failed()
@@ -280,9 +274,10 @@ class Calls:
 
     def _remember(
         self,
-        key: Any,
+        call: Call,
         kind: Kind,
     ) -> None:
+        key = (*call.form, *map(_traits, call.tensors))
         if len(self._known) >= _MOST_CALLS:
             self._known.clear()
         others = [other for other in self._known.get(key, ()) if other is not kind]
