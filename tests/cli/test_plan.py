@@ -561,7 +561,8 @@ def test_plan_says_whose_step_times_it_uses(home: Path) -> None:
     message = refused(errors.StepTimeError, *command, "--emit", "vllm")
     assert "of the CPU stand-in is not emitted" in message
     doubt = "by times of cpu (tape), not of a GPU: "
-    plan = plan_of(*command, "--output", "plan.json")
+    # with robust, the default, a ladder may be 0.3% better for noisy times
+    plan = plan_of(*command, "--objective", "mean", "--output", "plan.json")
     assert plan.evidence is not None
     assert plan.evidence["verdict"].startswith(doubt)
     check = good("plan", "check", "plan.json", "--traffic", "traffic.csv", "--json")
