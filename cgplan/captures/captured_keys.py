@@ -25,6 +25,7 @@ from cgplan.captures.capturer import Capturer, Next, driver_bytes
 from cgplan.captures.environment import describe_environment
 from cgplan.captures.failures import drop_locals
 from cgplan.captures.model_graphs import ModelGraphs
+from cgplan.captures.rehearsal import Rehearsal
 from cgplan.errors import (
     AuditError,
     BudgetError,
@@ -132,8 +133,8 @@ class CapturedKeys:
         """Raises as CaptureSession.run, and AuditError."""
         graphs = self.graphs
         if keys:
-            with graphs.first_captures(), self.guard.timed():
-                self.capture_all(keys)
+            with graphs.first_captures() as rehearsal, self.guard.timed():
+                self.capture_all(keys, rehearsal)
                 self._capturer.refuse_uncomputed()
         self._in_service = True
         self._survivable = (CaptureError, ModelError, ConfigError)
@@ -172,9 +173,7 @@ class CapturedKeys:
                     self._evict(evicted)
                 missing = set(self.wanted.keys) - set(self.failed) - set(self._records)
                 new = capture_order(key for key in keys if key in missing)
-                self.capture_all(new)
-                if self._records.keys().isdisjoint(new):
-                    rehearsal.put_back.undo_first_use()
+                self.capture_all(new, rehearsal)
             self._note_workspace()
             self._audit_if_asked()
         except AuditError:
@@ -202,7 +201,11 @@ class CapturedKeys:
 
     # --- the loop ---------------------------------------------------------------------------------
 
-    def capture_all(self, keys: Sequence[Key]) -> None:
+    def capture_all(
+        self,
+        keys: Sequence[Key],
+        rehearsal: Rehearsal,
+    ) -> None:
         """See Note [Giving a key up]."""
         in_service = self._in_service
         pools = self.graphs.pools
@@ -241,6 +244,8 @@ class CapturedKeys:
             done = 0
         if self.graphs.real_rows is not None:  # else rows would pass for the model's writes
             self.graphs.buffers.fill_padding()
+        if self._records.keys().isdisjoint(keys):
+            rehearsal.put_back.undo_first_use()
 
     def _capture_one(
         self,

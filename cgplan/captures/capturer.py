@@ -182,7 +182,6 @@ class Capturer:
             graphs.real_rows.fill(graphs.views(descriptor))
         try:
             rehearsal.look(key)
-            is_first = mode not in rehearsal.judged
             attempt.warm_ups = self._warm_ups_of(rehearsal, key) or int(attempt.needs_warm_up)
             with random_state_kept(backend.device, graphs.generators):
                 if attempt.warm_ups:
@@ -193,8 +192,7 @@ class Capturer:
                 answers = graphs.capture_answers(mode, capturing=True)
                 with rehearsal.judged_run(mode, captures=True), answers, log:
                     output = graphs.run_wrapped(key, graphs.views(descriptor))
-            if is_first:  # a value that each run reads has failed the capture
-                rehearsal.refuse_value(mode)
+            rehearsal.refuse_first_use(mode)  # one that each run reads has failed the capture
         except Exception as error:
             return self._failed(rehearsal, attempt, error)
         self._check(attempt, output)

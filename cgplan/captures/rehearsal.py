@@ -24,6 +24,7 @@ from cgplan.planning.build import DEFAULT_SPLITTING_OPS
 
 REBUILD_AND_WARM_UP = "Build the model again, and set compilation.cudagraph_num_of_warmups: 1."
 _HALVES = (torch.float16, torch.bfloat16)
+_FROM_PADDING = "on first use, from padding, and keeps it"
 
 
 class Rehearsal:
@@ -41,6 +42,7 @@ class Rehearsal:
         self.put_back = put_back
         self._forward = forward
         self.footprints: dict[CUDAGraphMode, Footprint] = {}
+        self._outdated = set[CUDAGraphMode]()  # footprints
         self.judged = set[CUDAGraphMode]()
         self._changed: Mapping[str, Change] = {}
         # met only by a capture
@@ -66,7 +68,8 @@ class Rehearsal:
         """
         self.set_context(key)
         mode, descriptor = key
-        if mode in self.footprints:
+        earlier = self.footprints.get(mode)
+        if earlier is not None and mode not in self._outdated:
             return
         forward = self._forward
         route = forward.route
@@ -102,6 +105,12 @@ class Rehearsal:
             raise found.host_sync  # tagged as unsafe
         if breaks is not None and found.error is None:
             refuse_missing_ops(split, found.names)
+        if earlier is not None:  # first use was then
+            for storage, reference in earlier.from_inputs.items():
+                if not reference.expired():
+                    found.from_inputs[storage] = reference
+            found.value_read = found.value_read or earlier.value_read
+        self._outdated.discard(mode)
         self.footprints[mode] = found
         if is_piecewise and route.name in ("modules", "wrappers"):
             route.operators = found.operators
@@ -176,10 +185,10 @@ class Rehearsal:
         is_hidden = found.packages_that_ask and found.capture_visible_because is None
         if is_hidden and isinstance(failure, HostSyncError):
             self._late_syncs[mode] = failure
-            del self.footprints[mode]
+            self._outdated.add(mode)
             return True
         if mode not in self.judged:  # the look may have failed there, too
-            del self.footprints[mode]
+            self._outdated.add(mode)
         return False
 
     # --- runs after a look ------------------------------------------------------------------------
@@ -209,7 +218,7 @@ class Rehearsal:
             self._refuse_rebound(found, changed)
         made = self.put_back.made_of(found.from_inputs)
         if made:
-            self._refuse_first_use(_listed(made))
+            self._refuse_first_use(f"computes {_listed(made)} {_FROM_PADDING}")
         if compilation.strict and found.writes_input is not None:
             raise CaptureError(
                 f"the forward writes into an argument, at {found.writes_input}; a graph would "
@@ -253,23 +262,29 @@ class Rehearsal:
                     remedy=REBUILD_AND_WARM_UP,
                 )
 
-    def refuse_value(self, mode: CUDAGraphMode) -> None:
-        """Raise CaptureError if an input's value made something on first use."""
-        read = self.footprints[mode].value_read
+    def refuse_first_use(self, mode: CUDAGraphMode) -> None:
+        """Raise CaptureError if an input's value made something on first use, or first use prepared
+        what later runs change.
+        """
+        found = self.footprints[mode]
+        read = found.value_read
         if read and self.put_back.made:
-            self._refuse_first_use(f"a value for the host ({read})")
+            self._refuse_first_use(f"computes a value for the host ({read}) {_FROM_PADDING}")
+        found.value_read = None
+        prepared = self.put_back.prepared
+        if prepared:
+            self._refuse_first_use(
+                f"prepares {_listed(prepared)} on first use, and changes it later"
+            )
 
-    def _refuse_first_use(self, what: str) -> None:
+    def _refuse_first_use(self, does: str) -> None:
         remedy = "Run the model on one real batch before the capture."
         if self.put_back.leaves_python:
             remedy = (
                 "Lists and hidden flags keep what they were given, so build the model again. "
                 f"{remedy}"
             )
-        raise CaptureError(
-            f"the forward computes {what} on first use, from padding, and keeps it",
-            remedy=remedy,
-        )
+        raise CaptureError(f"the forward {does}", remedy=remedy)
 
     def _refuse_rebound(self, found: Footprint, changed: Mapping[str, Change]) -> None:
         stale = [path for path in found.stale if path in changed]

@@ -143,7 +143,7 @@ class Calls:
                     return self._learn_or_capture(call)
             if self._is_shared(kind, tensors):
                 return self._run_model(_SHARED, args, kwargs)
-            if kind.objects is None:
+            if kind.objects is None:  # which are compared above alone
                 self._last = form, kind.runner, kind
             return self._replay(kind, tensors, args, kwargs)
 
@@ -320,8 +320,6 @@ class Calls:
         tensors: list[Tensor],
     ) -> Any:
         """A graph that differs ends, a padded one ends all padding."""
-        if self._settings.strict:
-            raise error
         assert kind.runner is not None
         sizes = kind.sizes_of(tensors)
         route = kind.route(sizes)
@@ -335,6 +333,8 @@ class Calls:
             self._known.clear()
             kind.runner.exchange(evicted=[(route.mode, key)])
             kind.note_difference(error.message)
+        if self._settings.strict:
+            raise error
         self.eager["a graph differed from the model's own code"] += 1
         kind.return_as_seen(tensors)
         return error.output

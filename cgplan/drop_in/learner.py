@@ -340,7 +340,7 @@ class Learner(Inference):
                 if failed or not kind.is_learning:
                     break
                 look(first_calls, kept)
-            stays = not failed and kind.stage is not Stage.EAGER
+            stays = not (failed or kind.stage is Stage.EAGER or kept.prepared)
         finally:
             if not stays:
                 kept.undo_first_use()

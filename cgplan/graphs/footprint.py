@@ -169,11 +169,20 @@ class OutsideLog(OperatorMode):
 
 @dataclass(slots=True)
 class _Random:
-    """``after`` the last operator; in another state, the forward set it."""
+    """``after`` the last operator. Another state then is the forward's, or of a draw elsewhere."""
 
     generator: torch.Generator
-    before: torch.Tensor
-    after: torch.Tensor
+    seed: int
+    states: list[torch.Tensor]
+
+    @property
+    def after(self) -> torch.Tensor:
+        return self.states[-1]
+
+    def is_set_to(self, state: torch.Tensor) -> bool:
+        if self.generator.initial_seed() != self.seed:
+            return True
+        return any(torch.equal(state, earlier) for earlier in self.states)
 
 
 class Look(TorchDispatchMode):
@@ -238,7 +247,8 @@ class Look(TorchDispatchMode):
         for generator in (self._default, *self._state.generators):
             known = self._know(generator)
             generator.manual_seed(_SEED)  # no forward sets it
-            known.after = generator.get_state()
+            known.seed = _SEED
+            known.states.append(generator.get_state())
 
     def __torch_dispatch__(
         self,
@@ -491,8 +501,8 @@ class Look(TorchDispatchMode):
             state = generator.get_state()
             self._random[key] = _Random(
                 generator,
-                before=state,
-                after=state,
+                generator.initial_seed(),
+                [state],
             )
             if key != number_of(self._default):
                 self.found.generators[key] = generator
@@ -500,16 +510,21 @@ class Look(TorchDispatchMode):
 
     def _note_states(self) -> None:
         for known in self._random.values():
-            before = known.after
-            known.after = known.generator.get_state()
-            self._has_drawn |= not torch.equal(before, known.after)
+            state = known.generator.get_state()
+            if not torch.equal(known.after, state):
+                self._has_drawn = True
+                known.states.append(state)
 
     def _find_seeded(self) -> None:
         if self.found.seeded is not None:
             return
         for known in self._random.values():
             generator = known.generator
-            if torch.equal(known.after, generator.get_state()):
+            state = generator.get_state()
+            if torch.equal(known.after, state):
+                continue
+            if not known.is_set_to(state):  # another thread drew
+                known.states.append(state)
                 continue
             name = "a torch.Generator"
             if number_of(generator) == number_of(self._default):
@@ -522,7 +537,7 @@ class Look(TorchDispatchMode):
         if found.error is None:
             self._go_on_in(self._part)
         for known in self._random.values():
-            known.generator.set_state(known.before)
+            known.generator.set_state(known.states[0])
         found.host_sync = self.refusals.first
         found.value_read = self.refusals.read
         made = dict[int, StorageWeakRef]()

@@ -52,7 +52,7 @@ class Written:
     """A storage.
 
     Attributes:
-        runs: Those that wrote it.
+        runs: Those that wrote it, and how many versions.
         is_captured: A capture did.
         after_run: Its bytes, if small: kernels may write without a version.
         after_first: Those that the first of ``runs`` computed.
@@ -64,7 +64,7 @@ class Written:
     copy: torch.UntypedStorage | None
     version: int | None
     outcome: Outcome
-    runs: set[int] = field(default_factory=set)
+    runs: dict[int, int] = field(default_factory=dict)
     is_captured: bool = False
     after_run: torch.UntypedStorage | None = None
     after_first: torch.UntypedStorage | None = None
@@ -92,7 +92,7 @@ class Written:
         elif version is None:
             has_written = True
         if has_written:
-            self.runs.add(number)
+            self.runs[number] = (version or 0) - (self.version or 0)
         self.is_captured |= has_written and captures
         self.version = version
 
@@ -288,9 +288,20 @@ class PutBack:
             if known is None or known.reference.expired():
                 reference = StorageWeakRef(storage)
                 copy = None
-                if storage.nbytes() <= _SMALL:
-                    copy = storage.clone()
+                if storage.nbytes() <= max(_SMALL, self._room()):
+                    with suppress(torch.OutOfMemoryError):
+                        copy = storage.clone()
                 self._unowned[address] = _Unowned(reference, copy, version_of(tensor))
+
+    def _room(self) -> int:
+        """Bytes left for copies on the device."""
+        left = self._limit - self.copied["device"]
+        for address, known in list(self._unowned.items()):
+            if known.reference.expired():
+                del self._unowned[address]
+            elif known.copy is not None:
+                left -= known.copy.nbytes()
+        return left
 
     def _copied(
         self,
@@ -364,7 +375,7 @@ class PutBack:
             is_steady = len(known.runs) == len(self._runs)
             if path in made or not (is_steady or known.is_captured or self._may_undo(path)):
                 stay |= known.runs
-        if written.runs and written.runs <= stay:
+        if written.runs and written.runs.keys() <= stay:
             return "seen"
         if len(written.runs) != 1 or written.after_first is None:
             return None
@@ -385,6 +396,29 @@ class PutBack:
             if change.was is not ABSENT and not self.before.is_attribute(change):
                 return True
         return "hidden" in map(self._first_use, self.written.values())
+
+    @property
+    def prepared(self) -> list[str]:
+        """Paths of tensors that first use wrote more often than later runs, which write them, too:
+        nothing holds what they were in between.
+        """
+        made = self.made
+        of_first_use = set[int]()
+        for path, known in self._paths.items():
+            if path in made:
+                of_first_use |= known.runs
+        found = list[str]()
+        for written in self.written.values():
+            first = 0
+            later = -1  # none
+            for number, versions in written.runs.items():
+                if number in of_first_use:
+                    first = max(first, versions)
+                else:
+                    later = max(later, versions)
+            if first > later >= 0:
+                found.append(written.path)
+        return found
 
     def _may_undo(
         self,

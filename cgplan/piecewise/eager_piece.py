@@ -208,8 +208,8 @@ class EagerPiece:
                 self._only = self._results[0]
             elif self._spec == _EMPTY:
                 self._only = Place(value=())
-        has_parts = len(handed) == self._spec.num_children
-        self._is_flat = has_parts and self._spec.type is tuple
+        _, flat = tree_flatten(tuple(handed))
+        self._is_flat = self._spec == flat
         del self._values, self._blocks
         return tree_unflatten(handed, self._spec), copies
 

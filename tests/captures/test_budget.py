@@ -25,7 +25,7 @@ from cgplan.backends import GraphBackend, select_backend
 from cgplan.backends.tape import TapeBackend
 from cgplan.captures.budget import NO_GRAPH, fitting
 from cgplan.config import Config, validate_config
-from cgplan.errors import CaptureMemoryError, DispatchMissError, HostSyncError
+from cgplan.errors import CaptureError, CaptureMemoryError, DispatchMissError, HostSyncError
 from cgplan.graphs.pools import GraphPool
 from cgplan.modes import CUDAGraphMode
 from cgplan.optimizer.subset import restricted
@@ -453,6 +453,49 @@ def test_a_key_that_memory_refuses_is_tried_once_where_all_keys_warm_up() -> Non
     assert captured_sizes(runner) == [8, 4, 2, 1]
     assert [stop.descriptor.num_tokens for stop in budget_of(runner).stops] == [16]
     check_numbers(runner)
+
+
+class Remembers(Model):
+    """Its first run keeps the largest number of its input. Memory runs out after some runs with one size."""
+
+    def __init__(self, *, reads_value: bool, runs: int, rows: int | None = None) -> None:
+        super().__init__()
+        self.reads_value, self.runs, self.rows = reads_value, runs, rows
+        self.kept: Tensor | None = None
+        self.seen = threading.local()  # which no walk enters
+        self.seen.runs = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kept is None:
+            largest = x.amax()
+            self.kept = (
+                torch.full_like(x[0], float(largest)) if self.reads_value else x[0] * 0 + largest
+            )
+        if self.rows in (None, len(x)):
+            self.seen.runs += 1
+            if self.seen.runs > self.runs:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+        return x + self.kept
+
+
+@pytest.mark.parametrize("reads_value", [False, True])
+@pytest.mark.parametrize("runs", [1, 2])
+def test_first_use_that_a_forgotten_look_saw_is_refused(reads_value: bool, runs: int) -> None:
+    """Of the largest size, whose look, warm-up or capture then finds no memory."""
+    model = Remembers(reads_value=reads_value, runs=runs, rows=16)
+    with pytest.raises(CaptureError, match="the forward computes "):
+        open_runner({"memory": "1GiB"}, model=model)
+    assert model.kept is None
+
+
+@pytest.mark.parametrize("runs", [1, 2])
+def test_where_no_graph_stays_first_use_is_undone(runs: int) -> None:
+    model = Remembers(reads_value=True, runs=runs)
+    runner = open_runner({"memory": "1GiB"}, model=model)
+    assert not captured_sizes(runner)
+    model.seen.runs = -10
+    x = torch.randn(3, WIDTH)
+    same(runner(x=x), x + x.amax())
 
 
 def test_a_second_failure_keeps_what_was_captured_before_it() -> None:

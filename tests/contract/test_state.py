@@ -769,6 +769,58 @@ def test_state_that_no_padding_stays_in_is_captured_unused(
         same(runner(x=x), Made(backend.device, kind)(x))
 
 
+class Stream(nn.Module):
+    """Its state starts at a value that a first run writes, where a flag or the absence of a tensor tells it so."""
+
+    def __init__(self, device: torch.device, kind: str, *, numel: int = 2) -> None:
+        super().__init__()
+        self.kind, self.numel, self.fresh = kind, numel, True
+        self.past: Tensor | None = torch.zeros(numel, device=device) if kind == "flag" else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "flag" and self.fresh:
+            assert self.past is not None
+            self.past.fill_(-1.0)
+            self.fresh = False
+        elif self.past is None:
+            self.past = torch.zeros(self.numel, device=x.device)
+            if self.kind == "made":
+                self.past[0] = 1
+        self.past.mul_(0.5)
+        self.past += x.mean()
+        return x + self.past[:2]
+
+
+@pytest.mark.parametrize("kind", ["flag", "made"])
+def test_state_that_first_use_prepares_is_refused(backend: GraphBackend, kind: str) -> None:
+    """What padding ran on it is put back to before that, and the flag stays."""
+    x = torch.rand(1, 2, device=backend.device)
+    model, plain = (Stream(backend.device, kind) for _ in range(2))
+    with pytest.raises(CaptureError, match="prepares past on first use") as refused:
+        open_runner(backend, model)
+    assert "on one real batch" in (refused.value.remedy or "")
+    for _ in range(2):
+        same(model(x), plain(x))
+    with closing(open_runner(backend, model)) as runner:
+        same(runner(x=x), plain(x))
+    model, plain = (Stream(backend.device, kind) for _ in range(2))
+    g = cgplan.graphed(model)
+    g.warm_up(torch.zeros_like(x))
+    for _ in range(4):
+        same(g(x), plain(x))
+
+
+@pytest.mark.parametrize("numel", [2, 400_000])
+def test_state_that_first_use_makes_is_put_back_of_any_size(
+    backend: GraphBackend, numel: int
+) -> None:
+    x = torch.rand(1, 2, device=backend.device)
+    model, plain = (Stream(backend.device, "zeros", numel=numel) for _ in range(2))
+    with closing(open_runner(backend, model)) as runner:
+        for _ in range(3):
+            same(runner(x=x), plain(x))
+
+
 SEEDS: dict[str, Callable[[torch.Generator], Any]] = {
     "manual_seed": lambda _: torch.manual_seed(3),
     "own": lambda g: g.manual_seed(3),
@@ -800,6 +852,19 @@ def test_a_forward_that_sets_the_random_state_is_refused(backend: GraphBackend, 
     ):
         open_runner(backend, Seeds(), cudagraph_mode="FULL")
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_numbers_that_another_thread_draws_meanwhile_seed_nothing() -> None:
+    class Beside(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x + torch.rand_like(x)
+            other = threading.Thread(target=torch.rand, args=(3,))
+            other.start()
+            other.join()
+            return y + torch.rand_like(x)
+
+    with closing(open_runner(select_backend("cpu"), Beside(), cudagraph_mode="FULL")) as runner:
+        assert runner.report.records
 
 
 @pytest.mark.parametrize("when", ["after the prompt", "before the prompt"])

@@ -13,6 +13,7 @@ from checks import same
 from pieces import Boom, Changing, capture, explode, open_runner, randn
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
+from torch.utils._pytree import tree_leaves
 
 import cgplan
 from cgplan import (
@@ -172,6 +173,31 @@ def test_several_results_are_copied_in_one_call(
     same(found, [(result + 1).detach() for result in piece(x * 2)])
     assert calls == [5]
     assert not any(result.requires_grad for result in found)
+
+
+@pytest.mark.parametrize(
+    "nested",
+    [
+        lambda x: (x * 2, {"weights": x * 3}),
+        lambda x: (x * 2, [x * 3]),
+        lambda x: ((x * 2,), (None,)),
+        lambda x: (x * 2, (x * 3, x * 4)),
+    ],
+)
+def test_results_may_be_nested(backend: GraphBackend, nested: Any) -> None:
+    """With as many leaves as parts, too."""
+    x = randn(backend, 2, 3)
+    with (
+        backend.session(),
+        torch.no_grad(),
+        BreakableCUDAGraphCapture(backend, backend.new_pool()) as made,
+    ):
+        results = tree_leaves(made.add_eager(nested, x + 1))
+        found = [result + 1 for result in results if result is not None]
+    x.add_(1)
+    made.replay()
+    expected = [leaf for leaf in tree_leaves(nested(x + 1)) if leaf is not None]
+    same(found, [leaf + 1 for leaf in expected])
 
 
 def test_results_that_are_not_tensors_may_be_equal_objects(backend: GraphBackend) -> None:
