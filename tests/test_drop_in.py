@@ -74,6 +74,27 @@ def test_the_third_call_of_a_kind_captures(backend: GraphBackend, net: Net) -> N
     assert g.report.records
 
 
+def test_a_runner_of_a_drop_in_captures_again_by_itself(backend: GraphBackend, net: Net) -> None:
+    g, x = cgplan.graphed(net), rows(backend, 3)
+    for _ in range(3):
+        g(x)
+    (runner,) = g.runners
+    runner.recapture()
+    close(g(x), net(x))
+    runner.sleep()
+    runner.wake()
+    close(g(x), net(x))
+    assert not runner.stats.eager
+
+
+def test_a_part_on_meta_decides_no_device(backend: GraphBackend, net: Net) -> None:
+    net.unused = nn.Linear(2, 2, device="meta")
+    g, x = cgplan.graphed(net), rows(backend, 3)
+    for _ in range(4):
+        close(g(x), net(x))
+    assert g.graph_calls
+
+
 def test_sizes_and_what_is_larger(backend: GraphBackend, net: Net) -> None:
     g, x = cgplan.graphed(net, sizes=[4, 1]), rows(backend, 9)
     ready(g, net, x[:3])

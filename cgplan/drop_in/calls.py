@@ -531,9 +531,8 @@ class Calls:
             *self._module.buffers(),
             *tensors,
         ]
-        devices = [tensor.device for tensor in held if tensor.device.type != "cpu"]
-        devices.append(held[0].device)
-        backend = select_backend(str(self._settings.device or devices[0]))
+        devices = [tensor.device for tensor in held if tensor.device.type not in ("cpu", "meta")]
+        backend = select_backend(str(self._settings.device or [*devices, "cpu"][0]))
         self.learner.backend = backend
         self.pool = GraphPool(backend)
         self.pool.use.waits = True

@@ -122,7 +122,10 @@ def read_vllm(
         method = None if speculative_method in _METHODS_OF_V1 else speculative_method
         data["speculative"] = {"num_speculative_tokens": num_speculative_tokens, "method": method}
     elif speculative_method:
-        notes.append("--num-speculative-tokens was not given: none were taken")
+        raise ConfigError(
+            f"--speculative-method {speculative_method}: the number of drafts is missing",
+            remedy="Give --num-speculative-tokens; the model's configuration has that of mtp.",
+        )
     if num_speculative_tokens and speculative_method is None and runner == "v2":
         notes.append(
             "the speculative method was not given: graphs of a draft model, which eagle and mtp "
@@ -193,8 +196,10 @@ def _runner(
 
 
 def _ignored(given: Mapping[str, Any]) -> Iterator[str]:
-    for name in given:
-        if name in _WITHOUT_EFFECT:
+    for name, value in given.items():
+        if name == "pass_config" and isinstance(value, Mapping) and value.get("enable_sp"):
+            yield "pass_config: with enable_sp vLLM drops sizes that are no multiple of its GPUs"
+        elif name in _WITHOUT_EFFECT:
             yield f"{name} does not change what is captured"
     others = [name for name in given if name in _OTHER_GRAPHS]
     if others:

@@ -520,6 +520,8 @@ def test_graphs_of_a_draft_model_are_those_of_eagle_and_mtp() -> None:
     ):
         options = {"num_speculative_tokens": 3, "speculative_method": method}
         assert bool(build_plan(read("{}", **options).loaded.config).draft_keys) == has_drafts
+    with pytest.raises(ConfigError, match="the number of drafts is missing"):
+        read("{}", speculative_method="eagle")
     unknown = read("{}", num_speculative_tokens=3)
     assert any("graphs of a draft model" in note for note in unknown.notes)
 
@@ -532,6 +534,8 @@ def test_keys_without_effect_and_absent_bounds_are_noted() -> None:
     )
     assert "--max-num-seqs was not given: 256 was taken" in notes[3]
     assert "--max-num-batched-tokens was not given: 8192 was taken" in notes[4]
+    notes = read_vllm('{"pass_config": {"enable_sp": true}}').notes
+    assert "with enable_sp vLLM drops sizes" in notes[1]
 
 
 @pytest.mark.parametrize(
