@@ -142,7 +142,7 @@ class Capturer:
         self.started_again: str | None = None  # why
         self._graphs = graphs
         self._asked_warm_ups = compilation.cudagraph_num_of_warmups
-        # where all graphs cannot be freed for a new start
+        # asked for, or all graphs cannot be freed for a new start
         self._all_need_warm_up = (
             self._asked_warm_ups not in ("auto", 0) or not graphs.is_alone or graphs.pools.is_given
         )

@@ -82,8 +82,8 @@ def run_plan(
         _refuse_varlen(config)
     if has_traffic:
         tell("planning for the traffic", in_logs=False)
-    are_own_times = loads.step_times or request.assume_default_times or not has_traffic
-    if request.emit and not are_own_times and not config.dims:
+    may_be_emitted = loads.step_times or request.assume_default_times or not has_traffic
+    if request.emit and not may_be_emitted and not config.dims:
         raise StepTimeError(
             "a plan by the default step times, of another model, is not emitted",
             remedy="Give --step-times FILE, of `cgplan bench --output` or of an engine's log; or "
@@ -105,7 +105,7 @@ def run_plan(
             note(line)
     evidence: dict[str, Any] = plan.evidence or {}
     doubt = (evidence.get("step_times") or {}).get("doubt")
-    if known and are_own_times and not doubt:
+    if known and may_be_emitted and not doubt:
         plan = with_emission(plan, known, parallelism)
     shown = _shown(plan, request)
     publish(plan, request.output, as_json=request.as_json, html=request.html, shown=shown)

@@ -450,7 +450,7 @@ class Search:
                 if better < total:
                     found = plan
                     total = better
-                elif graphs < count - 1:
+                elif graphs < count - 1:  # two more graphs brought nothing
                     break
             self._plans.append(found)
             totals[count:] = total

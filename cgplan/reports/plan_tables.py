@@ -341,7 +341,7 @@ def _answer(
     told = said(plan, brief=not whole)
     rows = [("verdict", evidence.verdict), ("step times", evidence.times_source)]
     if evidence.slo:
-        rows.insert(1, told.pop(0))
+        rows.insert(1, told.pop(0))  # the first decision is on it
     rows += [row for row in head_rows(plan) if row[0] == "mode"]
     if sizes:
         rows.append(("sizes", sizes))

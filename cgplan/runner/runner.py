@@ -84,7 +84,7 @@ class GraphRunner:
         self._reader = BatchReader(config.tensors, config.dim_names, graphs.backend.device)
         names = self._reader.names
         self._num_inputs = len(names)
-        self._may_lack_names = not config.metadata
+        self._takes_positions = not config.metadata
         self._pick = _picker(names)
         self._asked_ns = 0  # when the call began, for a trace
         self._forbidden = 0  # nested `no_capture`
@@ -201,7 +201,7 @@ class GraphRunner:
             DispatchMissError: no graph serves the batch and ``compilation.on_miss`` is ``error``.
             CgplanError: the runner is closed.
         """
-        if tensors and (inputs or not self._may_lack_names):
+        if tensors and (inputs or not self._takes_positions):
             inputs = self._by_name(tensors, inputs)
             tensors = ()
         # as _held, which is slower
@@ -377,13 +377,13 @@ class GraphRunner:
         with nullcontext(Trace.current) if Trace.current else Trace().on() as trace:
             self._look_up_anew()
             self._pick = asked
-            self._may_lack_names = False
+            self._takes_positions = False  # so that `asked` is called
             try:
                 yield trace
             finally:
                 self._look_up_anew()
                 self._pick = pick
-                self._may_lack_names = not self.config.metadata
+                self._takes_positions = not self.config.metadata
 
     @contextmanager
     def _changing(self) -> Iterator[CapturedKeys]:

@@ -160,8 +160,8 @@ class CaptureSession:
                 self._prove,
                 self.progress,
             )
-            first = set(keys)
-            captured.start_up([key for key in wanted.keys if key in first], began)
+            now = set(keys)
+            captured.start_up([key for key in wanted.keys if key in now], began)
         except BaseException as error:
             drop_locals(error)
             failure = ranks.failed(error)
