@@ -561,12 +561,12 @@ def test_plan_says_whose_step_times_it_uses(home: Path) -> None:
     message = refused(errors.StepTimeError, *command, "--emit", "vllm")
     assert "of the CPU stand-in is not emitted" in message
     doubt = "by times of cpu (tape), not of a GPU: "
-    # with robust, the default, a ladder may be 0.3% better for noisy times
-    plan = plan_of(*command, "--objective", "mean", "--output", "plan.json")
+    plan = plan_of(*command, "--output", "plan.json")
     assert plan.evidence is not None
     assert plan.evidence["verdict"].startswith(doubt)
     check = good("plan", "check", "plan.json", "--traffic", "traffic.csv", "--json")
-    assert json.loads(check.stdout)["verdict"].startswith(f"{doubt}regret 0.00%")
+    # a ladder of more graphs may be a little better
+    assert re.match(rf"{re.escape(doubt)}regret 0\.\d\d%", json.loads(check.stdout)["verdict"])
     own = ("plan", "--vllm", "{}", "--traffic", "traffic.csv", "--step-times", "bench.json")
     assert "--compilation-config" not in good(*own).stdout
     bench = json.loads(Path("bench.json").read_text())
