@@ -706,6 +706,7 @@ STALE = (
     TextColumn("first in", lambda found: found.operator or found.kernel),
     TextColumn("line", lambda found: found.line or ""),
 )
+_RAW_NODE = 1950  # bytes, as measured in docs/benchmarks.md
 WATCHED = (
     TextColumn("graph", "name"),
     *_READ,
@@ -715,8 +716,13 @@ WATCHED = (
 
 @render.register
 def _watch(report: WatchReport) -> RenderableType:
+    rows = _looked_at(report, report.graphs)
+    nodes = sum(graph.nodes for graph in report.graphs)
+    if nodes and not report.environment.is_tape:
+        kept = format_bytes(nodes * _RAW_NODE)
+        rows.insert(1, ("raw graphs", f"the watch keeps them: about {kept} of host memory"))
     return stacked(
-        facts("Watch", _looked_at(report, report.graphs), liveness(report)),
+        facts("Watch", rows, liveness(report)),
         figures("Stale", report.stale, *STALE),
         figures("Graphs", report.graphs, *WATCHED),
         titled("Owners", _owners(report.owners)) if report.graphs else None,

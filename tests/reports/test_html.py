@@ -287,6 +287,9 @@ def test_an_audit_without_findings_says_so_and_has_no_empty_list() -> None:
 
 def test_a_watch_has_what_is_stale_its_graphs_and_their_owners() -> None:
     report: Any = REPORTS["watch"]
+    assert "the watch keeps them: about 26.7 KiB of host memory" in " ".join(
+        render_text(report).split()
+    )
     page = page_of(report)
     assert page.lead.startswith("2 of 62 pointers of 2 graphs are stale. ")
     stale, graphs, owners = made(report).tables
