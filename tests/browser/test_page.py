@@ -37,6 +37,10 @@ REPORTS["two plans"] = Beside(
     reports={"before.json": REPORTS["plan"], "after.json": golden_report("plan_bounded")}
 )
 
+REPORTS["hostile"] = Beside(
+    reports={"before.json": REPORTS["bench"], HOSTILE: golden_report("bench_gpu")}
+)
+
 
 @pytest.fixture
 def shown(browser: Any, tmp_path: Path) -> Iterator[Any]:
@@ -86,7 +90,7 @@ def test_options_are_copied_or_selected(shown: Any) -> None:
 def test_a_narrow_window_is_not_scrolled_sideways(shown: Any, name: str) -> None:
     page = shown(name)
     page.set_viewport_size({"width": 400, "height": 800})
-    assert page.evaluate("document.documentElement.scrollWidth") == 400
+    page.wait_for_function("document.documentElement.scrollWidth === 400")
     for chart in page.locator(".chart svg").all():
         assert chart.bounding_box()["width"] < 400, "charts are drawn again"
 
@@ -184,9 +188,9 @@ def test_keys_alone_reach_tables(shown: Any) -> None:
 
 
 def test_a_tooltip_shows_a_hostile_name_as_text(shown: Any) -> None:
-    page = shown("audit")
-    chart = page.locator(".chart").nth(1)
-    chart.hover(position={"x": 50, "y": 100})
+    page = shown("hostile")
+    chart = page.locator(".chart").first
+    chart.hover(position={"x": 200, "y": 150})
     sync_api.expect(chart.locator("> div").nth(1)).to_contain_text(HOSTILE)
     assert page.locator("img").count() == 0
 
