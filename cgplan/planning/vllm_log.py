@@ -21,7 +21,7 @@ from cgplan.units import counted, format_bytes
 GIB = 1 << 30
 MIB = 1 << 20
 _START = "Initializing a V1 LLM engine"
-_VERSION = re.compile(rf"{_START} \(v([\w.+-]+)\)")
+_VERSION = re.compile(rf"(?:{_START} \(v|API server version )([\w.+-]+)")
 _FINISHED = re.compile(r"Graph capturing finished in (\d+) secs, took (-?[\d.]+) GiB")
 _ESTIMATED = re.compile(
     r"CUDA graph pool memory: -?[\d.]+ GiB \(actual\), ([\d.]+) GiB \(estimated\)"

@@ -167,3 +167,9 @@ def test_steps_run_in_the_graphs_of_the_start_before_them() -> None:
         9000,
     )
     assert [*logged_steps(LOG.partition("\n")[2])] == []
+
+
+def test_the_api_server_names_the_release_too() -> None:
+    text = (Path(__file__).parents[1] / "data" / "vllm.log").read_text()
+    (said,) = started(text).of_other_rules
+    assert said.startswith("the log is of vLLM 0.13.0")
