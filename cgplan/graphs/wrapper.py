@@ -303,7 +303,12 @@ class CUDAGraphWrapper:
         refuse_forbidden_capture(f"the {self.runtime_mode} graph for {context.descriptor}")
         if scope is not None and not scope.is_open:
             if context.descriptor not in self.entries:
-                raise self._missing(context.descriptor)
+                raise SealedError(
+                    f"no {self.runtime_mode} graph for {context.descriptor}, and the runner is "
+                    "sealed",
+                    remedy="Add the size to cudagraph_capture_sizes, or capture again in a new "
+                    "session.",
+                )
             raise SealedError(
                 f"the {self.runtime_mode} graph for {context.descriptor} was captured again by a "
                 "later session",
@@ -428,12 +433,6 @@ class CUDAGraphWrapper:
             return made
 
         return tree_map_only(Tensor, taken, recorded.output), renewable, pooled
-
-    def _missing(self, descriptor: BatchDescriptor) -> SealedError:
-        return SealedError(
-            f"no {self.runtime_mode} graph for {descriptor}, and the runner is sealed",
-            remedy="Add the size to cudagraph_capture_sizes, or capture again in a new session.",
-        )
 
     def _address_check(self, scope: CaptureScope | None) -> AddressPolicy:
         if scope is None:
