@@ -180,7 +180,8 @@ def run_check(
         )
     if max_regret is not None and max(check.regret, check.decode_regret or 0) > max_regret:
         raise RegretError(
-            f"{path} on {check.traffic_source}: {check.verdict}; --max-regret is {max_regret:.4%}",
+            f"{path} on {check.traffic_source}: {check.verdict}; --max-regret is "
+            f"{max_regret * 100:g}%",
             remedy="Plan for this traffic: `cgplan plan FILE --traffic FILE --output FILE`.",
         )
 
