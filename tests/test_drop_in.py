@@ -1027,6 +1027,21 @@ def test_padding_that_reaches_real_rows(
         strict(x)
 
 
+def test_a_strict_graph_that_differs_raises_once(backend: GraphBackend) -> None:
+    hidden = threading.local()  # which no walk enters
+    hidden.scale = 1.0
+    g = cgplan.graphed(lambda x: x * hidden.scale, strict=True, verify="always")
+    x = rows(backend, 4)
+    for _ in range(4):
+        g(x)
+    hidden.scale = 2.0
+    with pytest.raises(NumbersError):
+        g(x)
+    for _ in range(3):
+        close(g(x), x * 2)
+    assert g.runners[0].stats.captures == 2
+
+
 @pytest.mark.parametrize("model", [lambda x: x - x.amin(0), lambda x: x * (x > 0).all()])
 def test_reductions_that_copies_of_a_row_do_not_change(backend: GraphBackend, model: Any) -> None:
     g = cgplan.graphed(model)
