@@ -218,7 +218,7 @@ class Rehearsal:
             self._refuse_rebound(found, changed)
         made = self.put_back.made_of(found.from_inputs)
         if made:
-            self._refuse_first_use(f"computes {_listed(made)} {_FROM_PADDING}")
+            self._refuse(f"computes {_listed(made)} {_FROM_PADDING}")
         if compilation.strict and found.writes_input is not None:
             raise CaptureError(
                 f"the forward writes into an argument, at {found.writes_input}; a graph would "
@@ -267,17 +267,15 @@ class Rehearsal:
         what later runs change.
         """
         found = self.footprints[mode]
-        read = found.value_read
-        if read and self.put_back.made:
-            self._refuse_first_use(f"computes a value for the host ({read}) {_FROM_PADDING}")
+        if self.put_back.made:
+            if found.value_read:
+                self._refuse(f"computes a value for the host ({found.value_read}) {_FROM_PADDING}")
+            prepared = self.put_back.prepared
+            if prepared:
+                self._refuse(f"prepares {_listed(prepared)} on first use, and changes it later")
         found.value_read = None
-        prepared = self.put_back.prepared
-        if prepared:
-            self._refuse_first_use(
-                f"prepares {_listed(prepared)} on first use, and changes it later"
-            )
 
-    def _refuse_first_use(self, does: str) -> None:
+    def _refuse(self, does: str) -> None:
         remedy = "Run the model on one real batch before the capture."
         if self.put_back.leaves_python:
             remedy = (

@@ -169,8 +169,8 @@ class Kind:
         *,
         is_moved: bool,
     ) -> None:
-        """Free a changed model's graphs. If tensors only moved, the next call captures. A kind
-        whose graphs served no call yet begins anew: its model changes too often.
+        """Free a changed model's graphs. If tensors only moved, the next call captures. Where
+        no call was replayed since, the model changes too often: the kind begins anew.
         """
         served = False
         if self.runner is not None:

@@ -3,8 +3,8 @@
 Note [Watched dicts and classes]
     CPython 3.12 reports changes of dicts and classes to a callback, which sets a flag alone, since
     it runs in the middle of other code. Other places are compared in rotation, as is what nothing
-    reports: another class, ``__dict__`` or order. CPython reports a
-    class once for each version; a comparison gives it a new one, of which 3.13 has 1000.
+    reports: another class, ``__dict__`` or order. CPython reports a class once for each version; a
+    comparison gives it a new one, of which 3.13 has 1000.
 
 Note [Addresses]
     Nothing reports `.data =`, and a replay with old addresses may draw random numbers or write, so

@@ -288,7 +288,8 @@ class PutBack:
             if known is None or known.reference.expired():
                 reference = StorageWeakRef(storage)
                 copy = None
-                if storage.nbytes() <= max(_SMALL, self._room()):
+                nbytes = storage.nbytes()
+                if nbytes <= _SMALL or nbytes <= self._room():
                     with suppress(torch.OutOfMemoryError):
                         copy = storage.clone()
                 self._unowned[address] = _Unowned(reference, copy, version_of(tensor))

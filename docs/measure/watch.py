@@ -147,6 +147,13 @@ def words(model):
     print(f"| {' | '.join(map(str, cells))} |", flush=True)
 
 
+def show(name, way, report):
+    pointers = sum(graph.words for graph in report.graphs)
+    print(f"| {name} | {way} | {len(report.graphs)} | {pointers} | {len(report.stale)} |", flush=True)
+    for stale in report.stale:
+        print(f"    {stale}")
+
+
 def look_at(model):
     module, batch = example(model)
     for name, run in ways(module, batch):
@@ -155,10 +162,7 @@ def look_at(model):
             kept = run()
             gc.collect()
             report = watch.check()
-        pointers = sum(graph.words for graph in report.graphs)
-        print(f"| {model.name} | {name} | {len(report.graphs)} | {pointers} | {len(report.stale)} |", flush=True)
-        for stale in report.stale:
-            print(f"    {stale}")
+        show(model.name, name, report)
         del kept
 
 
@@ -172,10 +176,7 @@ def look_at_program(name):
                     call(*args, **kwargs)
             gc.collect()
             report = watch.check()
-        pointers = sum(graph.words for graph in report.graphs)
-        print(f"| {name} | {way} | {len(report.graphs)} | {pointers} | {len(report.stale)} |", flush=True)
-        for stale in report.stale:
-            print(f"    {stale}")
+        show(name, way, report)
         del call
 
 
