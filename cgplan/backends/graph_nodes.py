@@ -87,16 +87,9 @@ class OperatorLog(OperatorMode):
         self._open_launches = open_launches
         self._device = device
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: Any = (),
-        kwargs: Any = None,
-    ) -> Any:
+    def see(self, func: Any, args: Any, kwargs: Any) -> Any:
         launches = self._open_launches()
         first = nodes_so_far(self._device)
-        kwargs = kwargs or {}
         result = as_its_caller(func, func, self.device)(*args, **kwargs)
         if launches is None or first is None:
             return result

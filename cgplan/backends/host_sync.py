@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache, wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -113,8 +113,7 @@ class Refusals:
         is_lifted = func is torch.ops.aten.lift_fresh.default
         if not self.constants and not is_lifted:
             return
-        is_drawn = torch.Tag.nondeterministic_seeded in func.tags
-        if is_lifted or (self.is_constant((args, kwargs)) and not is_drawn):
+        if is_lifted or (self.is_constant((args, kwargs)) and not operator_of(func).draws):
             on_host = [tensor for tensor in tensors_in(result) if tensor.device.type == "cpu"]
             self.constants |= storages_of(on_host)
         else:
@@ -216,9 +215,11 @@ def refuse_host(
     kwargs: Kwargs,
     refusals: Refusals,
 ) -> None:
+    operator = operator_of(func)
     name = func._schema.name
-    if torch.Tag.cudagraph_unsafe in func.tags:
+    if operator.is_unsafe:
         refusals.refuse_unsafe(name)
+    needs_host = operator.needs_host
     detail = ""
     if name in _INDEXING:
         needs_host = _has_mask(name, args, kwargs)
@@ -229,8 +230,6 @@ def refuse_host(
     elif name in ("aten::_to_copy", "aten::copy_"):
         needs_host = _crosses_to_host(name, args, kwargs)
         detail = " from the device to the host"
-    else:
-        needs_host = not _NEEDS_HOST.isdisjoint(func.tags)
     if needs_host and not refusals.is_constant((args, kwargs)):
         refusals.refuse(f"operator {name}{detail}", (args, kwargs))
 
@@ -317,7 +316,21 @@ def as_its_caller(
     return call
 
 
-class OperatorMode(TorchDispatchMode):
+class DispatchMode(TorchDispatchMode):
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Args = (),
+        kwargs: Kwargs | None = None,
+    ) -> Any:
+        return self.see(func, args, kwargs or {})
+
+    def see(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
+        raise NotImplementedError
+
+
+class OperatorMode(DispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, device: str) -> None:
@@ -346,28 +359,50 @@ class OperatorMode(TorchDispatchMode):
             return decompose(*args, **kwargs)
 
 
-@cache
-def names_of(func: Any) -> frozenset[str]:
-    """``namespace::name``, with and without the overload."""
-    return frozenset((func._schema.name, f"{func._schema.name}.{func._overloadname}"))
+class Operator(NamedTuple):
+    """Its traits.
+
+    Attributes:
+        names: ``namespace::name``, with and without the overload.
+        statistics: Arguments written in training, which no schema marks.
+    """
+
+    names: frozenset[str]
+    arguments: list[str]
+    written: list[str]
+    statistics: list[str]
+    draws: bool
+    is_view: bool
+    is_unsafe: bool
+    needs_host: bool
 
 
 @cache
-def _writes(func: Any) -> tuple[list[str], list[str], list[str]]:
-    """Arguments, those written, and statistics written in training, which no schema marks."""
-    names = []
+def operator_of(func: Any) -> Operator:
+    schema = func._schema
+    name = schema.name
+    arguments = []
     written = []
     statistics = []
-    for argument in func._schema.arguments:
-        name = argument.name
+    for argument in schema.arguments:
+        arguments.append(argument.name)
         alias = argument.alias_info
-        names.append(name)
         # c10d's schemas mark nothing
         if func.namespace == "c10d" or (alias is not None and alias.is_write):
-            written.append(name)
-        elif name in ("running_mean", "running_var"):
-            statistics.append(name)
-    return names, written, statistics
+            written.append(argument.name)
+        elif argument.name in ("running_mean", "running_var"):
+            statistics.append(argument.name)
+    is_alias = any(value.alias_info for value in schema.returns)
+    return Operator(
+        frozenset((name, f"{name}.{func._overloadname}")),
+        arguments,
+        written,
+        statistics,
+        draws=torch.Tag.nondeterministic_seeded in func.tags,
+        is_view=is_alias and not schema.is_mutable,
+        is_unsafe=torch.Tag.cudagraph_unsafe in func.tags,
+        needs_host=not _NEEDS_HOST.isdisjoint(func.tags),
+    )
 
 
 def written_tensors(
@@ -375,12 +410,13 @@ def written_tensors(
     args: Args,
     kwargs: Kwargs,
 ) -> list[Tensor]:
-    names, written, statistics = _writes(func)
-    if not written and not statistics:
+    operator = operator_of(func)
+    written = operator.written
+    if not written and not operator.statistics:
         return []
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    given = {**dict(zip(operator.arguments, args, strict=False)), **kwargs}
     if given.get("training"):
-        written = written + statistics
+        written = written + operator.statistics
     return tensors_in([given.get(name) for name in written])
 
 

@@ -28,12 +28,10 @@ from cgplan.backends.backend import (
     number_of,
     tensor_on,
 )
-from cgplan.backends.capture_answers import ALL_OTHERS, answering
 from cgplan.backends.graph_nodes import Block, GraphNodes, Launch
 from cgplan.backends.host_sync import as_written, host_guard
-from cgplan.backends.replacing import replaced
-from cgplan.backends.tape_pool import TapePool
-from cgplan.backends.tape_recorder import Recorder, Step, Tape, replay
+from cgplan.backends.replacing import ALL_OTHERS, answering, replaced
+from cgplan.backends.tape_recorder import Recorder, Step, Tape, TapePool, replay
 from cgplan.config.values import TAPE
 from cgplan.errors import CaptureError
 

@@ -24,8 +24,8 @@ from cgplan.captures.budget import NO_GRAPH, BudgetGuard
 from cgplan.captures.capturer import Capturer, Next, driver_bytes
 from cgplan.captures.environment import describe_environment
 from cgplan.captures.failures import drop_locals
+from cgplan.captures.model_forward import Rehearsal
 from cgplan.captures.model_graphs import ModelGraphs
-from cgplan.captures.rehearsal import Rehearsal
 from cgplan.errors import (
     AuditError,
     BudgetError,

@@ -27,13 +27,12 @@ from torch.utils._pytree import tree_leaves
 
 from cgplan.backends import GraphBackend, MemoryReading
 from cgplan.backends.backend import PoolMemory
-from cgplan.backends.context import refuse_forbidden_capture
+from cgplan.backends.context import random_state_kept, refuse_forbidden_capture
 from cgplan.backends.host_sync import storages_of
 from cgplan.captures.failures import drop_locals, explain_failure, raise_caused
+from cgplan.captures.model_forward import REBUILD_AND_WARM_UP, Rehearsal
 from cgplan.captures.model_graphs import ModelGraphs
-from cgplan.captures.rehearsal import REBUILD_AND_WARM_UP, Rehearsal
 from cgplan.errors import CaptureError, CaptureMemoryError
-from cgplan.graphs.ambient import random_state_kept
 from cgplan.graphs.footprint import OutsideLog
 from cgplan.modes import Key
 from cgplan.planning.plan import Lane
@@ -199,6 +198,8 @@ class Capturer:
         del output  # it holds memory of the pool
         done = time.perf_counter()
         after = graphs.pools.memory()
+        # others would, too
+        self._all_need_warm_up |= bool(attempt.warm_ups) and after.held > 0
         if attempt.is_cold:
             left = rehearsal.left
             if after.held > 0:
@@ -271,8 +272,9 @@ class Capturer:
         asked = self._asked_warm_ups
         holds_compiled = rehearsal.put_back.before.is_compiled and self._quiet_keys < _QUIET_KEYS
         is_compiled = holds_compiled or graphs.route.splitter is not None
-        is_changed = facts.changes_python or bool(facts.outside)
-        if self._all_need_warm_up or is_compiled or is_changed:
+        # a capture would be the first call
+        is_undone = any(map(rehearsal.put_back.may_undo, facts.changes_python))
+        if self._all_need_warm_up or is_compiled or is_undone or facts.outside:
             return 1 if asked == "auto" else max(asked, 1)
         return int(asked == "auto" and Lane.of(*key) not in self._lanes)
 

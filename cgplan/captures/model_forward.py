@@ -1,10 +1,11 @@
-"""A model's forward on static buffers, in its forward context."""
+"""A model's forward on static buffers, and its runs ahead of captures."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,18 +13,22 @@ from torch import Tensor
 
 from cgplan.backends import GraphBackend
 from cgplan.backends.backend import autocast_cache, number_of, span
-from cgplan.backends.capture_answers import answering
-from cgplan.backends.context import CaptureScope, forward_context
+from cgplan.backends.context import AmbientState, CaptureScope, forward_context
+from cgplan.backends.replacing import answering
 from cgplan.buffers.static import StaticBoxes, Tensors
-from cgplan.captures.addresses import AddressChecks
+from cgplan.captures.failures import explain_failure
 from cgplan.config import Config
-from cgplan.errors import ConfigError, InputError
-from cgplan.graphs.ambient import AmbientState
-from cgplan.graphs.fingerprint import Fingerprint, is_within
+from cgplan.errors import CaptureError, ConfigError, HostSyncError, InputError
+from cgplan.graphs.change_detector import AddressChecks
+from cgplan.graphs.fingerprint import Change, Fingerprint, is_ignored, is_within
+from cgplan.graphs.footprint import Footprint, look
+from cgplan.graphs.put_back import PutBack
 from cgplan.graphs.wrapper import CUDAGraphWrapper
 from cgplan.modes import BatchDescriptor, CUDAGraphMode, Key
 from cgplan.piecewise.routes import SplitRoute
+from cgplan.piecewise.split import refuse_missing_ops
 from cgplan.planning import Plan
+from cgplan.planning.build import DEFAULT_SPLITTING_OPS
 from cgplan.planning.costs import widest
 
 State = Sequence[object] | Mapping[str, object] | None
@@ -44,6 +49,7 @@ class ForwardFacts:
     Attributes:
         capture_visible: Modes in which packages see captures.
         aside: Paths that eager pieces change.
+        changes_python: Paths that each run changes.
         overwritten: Ids of storages that each run overwrites unread.
         is_coarse: In half precision or TensorFloat32.
         outside: What graphs read, and others may drop.
@@ -56,7 +62,7 @@ class ForwardFacts:
         self.written = dict[str, Tensor]()
         self.overwritten = set[int]()
         self.read_whole = dict[int, int]()
-        self.changes_python = False
+        self.changes_python = set[str]()
         self.is_coarse = False
         self.outside = list[Tensor]()
         self.notes = list[str]()
@@ -277,3 +283,291 @@ class ModelForward:
             ),
         ):
             return call(**inputs)
+
+
+REBUILD_AND_WARM_UP = "Build the model again, and set compilation.cudagraph_num_of_warmups: 1."
+_HALVES = (torch.float16, torch.bfloat16)
+_FROM_PADDING = "on first use, from padding, and keeps it"
+
+
+class Rehearsal:
+    """Runs ahead of captures, and captures.
+
+    Attributes:
+        judged: Modes whose first run was compared with the look.
+    """
+
+    def __init__(
+        self,
+        forward: ModelForward,
+        put_back: PutBack,
+    ) -> None:
+        self.put_back = put_back
+        self._forward = forward
+        self.footprints: dict[CUDAGraphMode, Footprint] = {}
+        self._outdated = set[CUDAGraphMode]()  # footprints
+        self.judged = set[CUDAGraphMode]()
+        self._changed: Mapping[str, Change] = {}
+        # met only by a capture
+        self._late_syncs: dict[CUDAGraphMode, HostSyncError] = {}
+
+    # --- looks ------------------------------------------------------------------------------------
+
+    def set_context(self, key: Key) -> None:
+        self.put_back.key = key
+        forward = self._forward
+        if forward.before_key is None:
+            return
+        mode, descriptor = key
+        try:
+            with self.put_back.setting_context():
+                forward.before_key(mode, descriptor, forward.views(descriptor))
+        except Exception as error:
+            raise explain_failure(error, f"{mode} {descriptor}") from error
+
+    def look(self, key: Key) -> None:
+        """Run the forward and watch its operators, once for each mode; again where a library has to
+        see the capture. Raises CaptureError.
+        """
+        self.set_context(key)
+        mode, descriptor = key
+        earlier = self.footprints.get(mode)
+        if earlier is not None and mode not in self._outdated:
+            return
+        forward = self._forward
+        route = forward.route
+        model = forward.model
+        is_piecewise = mode is CUDAGraphMode.PIECEWISE
+        split = self._split_at() if is_piecewise else ()
+        breaks = route.breaks if is_piecewise else None
+        if breaks is not None:
+            model = partial(breaks.forward, model)
+        views = forward.views(descriptor)
+        look_at = partial(
+            look,
+            partial(forward.run, model, CUDAGraphMode.NONE, descriptor, views),
+            self.put_back,
+            inputs=list(views.values()),
+            part="eager piece" if forward.runs_python_again(mode) else "segment",
+            eager_ops=split,
+            is_whole=not is_piecewise,
+            hidden_from=forward.config.compilation.hide_capture_from,
+        )
+        because = self._late_syncs.get(mode)
+        with span("look"):
+            found = look_at(capture_visible_because=because)
+            if because is None and found.packages_that_ask and found.host_sync is not None:
+                found = look_at(capture_visible_because=found.host_sync)
+        if found.seeded is not None:
+            raise CaptureError(
+                f"the forward sets the state of {found.seeded}; a replay would not",
+                remedy="Seed generators outside of the forward, or keep that part in an eager "
+                "piece.",
+            )
+        if found.host_sync is not None and not isinstance(found.host_sync, HostSyncError):
+            raise found.host_sync  # tagged as unsafe
+        if breaks is not None and found.error is None:
+            refuse_missing_ops(split, found.names)
+        if earlier is not None:  # first use was then
+            for storage, reference in earlier.from_inputs.items():
+                if not reference.expired():
+                    found.from_inputs[storage] = reference
+            found.value_read = found.value_read or earlier.value_read
+        self._outdated.discard(mode)
+        self.footprints[mode] = found
+        if is_piecewise and route.name in ("modules", "wrappers"):
+            route.operators = found.operators
+        self._note_found(mode, found, views.values())
+
+    def _split_at(self) -> Iterable[str]:
+        by_route = {"ops": DEFAULT_SPLITTING_OPS, "modules": ()}
+        name = self._forward.route.name
+        if name not in by_route:
+            return ()
+        given = self._forward.config.compilation.splitting_ops
+        return by_route[name] if given is None else given
+
+    def _note_found(
+        self,
+        mode: CUDAGraphMode,
+        found: Footprint,
+        views: Iterable[Tensor],
+    ) -> None:
+        forward = self._forward
+        facts = forward.facts
+        addresses = forward.addresses
+        read = set(map(id, found.reads.values()))
+        of_pieces = set[int]()
+        # else FULL graphs read the tensors of eager pieces
+        if forward.plan.mode is CUDAGraphMode.PIECEWISE and forward.route.breaks is not None:
+            for module in forward.route.breaks.modules.values():
+                of_pieces.update(map(id, module.parameters()))
+                of_pieces.update(map(id, module.buffers()))
+        addresses.reads |= found.reads.keys()
+        for path, place in self.put_back.before.places.items():
+            if id(place.value) in read:
+                addresses.reads.add(path)
+            elif id(place.value) in of_pieces and path not in addresses.reads:
+                addresses.volatile.add(path)
+        facts.overwritten |= found.overwritten
+        facts.read_whole |= found.read_whole
+        facts.outside += found.outside
+        facts.is_coarse |= self._is_coarse(found, [*views, *found.reads.values()])
+        because = found.capture_visible_because
+        if because is not None:
+            facts.capture_visible.add(mode)
+            packages = ", ".join(sorted(found.packages_that_ask))
+            facts.note(
+                f"{packages} is told of captures, and may run slower kernels there than in eager "
+                f"calls (attention with masks that mask nothing): as in eager calls, "
+                f"{because.message}"
+            )
+        forward.use_generators(found.generators.values())
+
+    def _is_coarse(
+        self,
+        found: Footprint,
+        tensors: list[Tensor],
+    ) -> bool:
+        device = self._forward.backend.device.type
+        if AmbientState.now(device).autocast is not None:
+            return True
+        if any(tensor.dtype in _HALVES for tensor in tensors):
+            return True
+        if device != "cuda":
+            return False
+        if torch.get_float32_matmul_precision() != "highest":
+            return True
+        return torch.backends.cudnn.allow_tf32 and any("conv" in name for name in found.names)
+
+    def forget_look(self, mode: CUDAGraphMode, failure: Any) -> bool:
+        """Whether another look helps: the capture alone needed the host, and packages are told."""
+        found = self.footprints.get(mode)
+        if found is None:  # the look itself failed
+            return False
+        is_hidden = found.packages_that_ask and found.capture_visible_because is None
+        if is_hidden and isinstance(failure, HostSyncError):
+            self._late_syncs[mode] = failure
+            self._outdated.add(mode)
+            return True
+        if mode not in self.judged:  # the look may have failed there, too
+            self._outdated.add(mode)
+        return False
+
+    # --- runs after a look ------------------------------------------------------------------------
+
+    @contextmanager
+    def judged_run(
+        self,
+        mode: CUDAGraphMode,
+        *,
+        captures: bool = False,
+    ) -> Iterator[None]:
+        """A block of one run; a mode's first is compared with the look. Raises CaptureError for
+        what a replay would not repeat.
+        """
+        is_first = mode not in self.judged
+        with self.put_back.run(captures=captures, enters_made=is_first) as self._changed:
+            yield
+        if is_first:
+            self._judge(mode, self._changed)
+
+    def _judge(self, mode: CUDAGraphMode, changed: Mapping[str, Change]) -> None:
+        forward = self._forward
+        facts = forward.facts
+        found = self.footprints[mode]
+        compilation = forward.config.compilation
+        if not forward.runs_python_again(mode):
+            self._refuse_rebound(found, changed)
+        made = self.put_back.made_of(found.from_inputs)
+        if made:
+            self._refuse(f"computes {_listed(made)} {_FROM_PADDING}")
+        if compilation.strict and found.writes_input is not None:
+            raise CaptureError(
+                f"the forward writes into an argument, at {found.writes_input}; a graph would "
+                "write into its copy",
+                remedy="Write into a tensor of the model, or return the result.",
+            )
+        python = list(self.changes)
+        facts.changes_python.update(python)
+        facts.aside |= found.aside
+        python = forward.frozen(mode, python)
+        if python and compilation.strict:
+            raise CaptureError(
+                f"each run changes {changed[python[0]]}; a replay runs no Python",
+                remedy="Keep it in a tensor, or name it in `ignore` if it decides nothing: "
+                f"ignore=[{python[0]!r}].",
+            )
+        self.judged.add(mode)
+        if python:
+            facts.note(
+                f"the forward changes {_listed(python)}; replays do not, nor do they see it change"
+            )
+
+    @property
+    def changes(self) -> dict[str, Change]:
+        """Of Python by the last run, but what is ignored."""
+        ignore = self._forward.config.compilation.ignore
+        found = self._changed.items()
+        return {path: change for path, change in found if not is_ignored(path, ignore)}
+
+    @property
+    def left(self) -> str:
+        """Paths of Python and tensors that the last run changed, and not each run does."""
+        changed = [path for path in self.changes if not self.put_back.is_steady(path)]
+        return _listed([*changed, *self.put_back.newly_written])
+
+    def refuse_changed(self, what: str) -> None:
+        """Raise CaptureError if the last run, which failed, left more than attributes."""
+        for change in self.changes.values():
+            if not self.put_back.before.is_attribute(change):
+                raise CaptureError(
+                    f"{what}: the capture failed without a warm-up, and left {change}",
+                    remedy=REBUILD_AND_WARM_UP,
+                )
+
+    def refuse_first_use(self, mode: CUDAGraphMode) -> None:
+        """Raise CaptureError if an input's value made something on first use, or first use prepared
+        what later runs change.
+        """
+        found = self.footprints[mode]
+        if self.put_back.made:
+            if found.value_read:
+                self._refuse(f"computes a value for the host ({found.value_read}) {_FROM_PADDING}")
+            prepared = self.put_back.prepared
+            if prepared:
+                self._refuse(f"prepares {_listed(prepared)} on first use, and changes it later")
+        found.value_read = None
+
+    def _refuse(self, does: str) -> None:
+        remedy = "Run the model on one real batch before the capture."
+        if self.put_back.leaves_python:
+            remedy = (
+                "Lists and hidden flags keep what they were given, so build the model again. "
+                f"{remedy}"
+            )
+        raise CaptureError(f"the forward {does}", remedy=remedy)
+
+    def _refuse_rebound(self, found: Footprint, changed: Mapping[str, Change]) -> None:
+        stale = [path for path in found.stale if path in changed]
+        if stale:
+            raise CaptureError(
+                f"an eager piece reads {_listed(stale)}, which graph code binds on each call; a "
+                "replay would not",
+                remedy="Pass it to the piece as an argument, or have the piece compute it.",
+            )
+        refused = self.put_back.rebound(found.reads, changed)
+        for path, change in changed.items():
+            if change.is_reshaped and not is_within(path, found.aside):
+                refused.append(path)
+        if refused:
+            raise CaptureError(
+                f"the forward reads {_listed(refused)} and binds it again on each call; a graph "
+                "reads the one of the capture",
+                remedy="Write in place (self.cache.add_(x), a one-element tensor for a counter), "
+                "pass it as an input, or do it outside of the forward.",
+            )
+
+
+def _listed(paths: Iterable[str]) -> str:
+    return ", ".join(path.removeprefix("model.") for path in [*paths][:5])

@@ -14,9 +14,8 @@ from cgplan.backends.backend import span
 from cgplan.backends.replacing import replaced
 from cgplan.buffers.outputs import OutputRows
 from cgplan.buffers.static import Tensors
-from cgplan.captures.model_forward import ModelForward
+from cgplan.captures.model_forward import ModelForward, Rehearsal
 from cgplan.captures.rank_sync import SINGLE_RANK, RankSync
-from cgplan.captures.rehearsal import Rehearsal
 from cgplan.graphs.fingerprint import Fingerprint
 from cgplan.graphs.footprint import look
 from cgplan.graphs.pools import GraphPool, RunnerPools

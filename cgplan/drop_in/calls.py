@@ -17,7 +17,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from cgplan.backends import select_backend
-from cgplan.backends.context import current_forward_context, is_capture_allowed
+from cgplan.backends.context import AmbientState, current_forward_context, is_capture_allowed
 from cgplan.backends.host_sync import storage_id
 from cgplan.captures.model_graphs import RealRows
 from cgplan.config import BudgetConfig, validate_config
@@ -47,7 +47,6 @@ from cgplan.errors import (
     NumbersError,
     OutputShapeError,
 )
-from cgplan.graphs.ambient import AmbientState
 from cgplan.graphs.pools import GraphPool
 from cgplan.graphs.put_back import version_of
 from cgplan.modes import CUDAGraphMode, Key

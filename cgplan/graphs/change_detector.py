@@ -17,15 +17,19 @@ import atexit
 import ctypes
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import cache
+from itertools import chain, cycle, islice
 from operator import attrgetter
 from typing import Any
 
 import torch
 
+from cgplan.backends.context import AddressPolicy
+from cgplan.errors import AddressError
 from cgplan.graphs.fingerprint import Change, Fingerprint, Place, Stateful, Traits
 from cgplan.graphs.walk import Contents, InClass, Via
+from cgplan.modes import Key
 
 # tensors, other places, containers of each call
 _WITH_WATCHER = (4, 16, 8)
@@ -174,6 +178,8 @@ class ChangeDetector:
         self._watch_all(counted, extents)
         is_told = bool(self._watched) and _watcher("Dict") is not None
         self._all = list[_Compared]()
+        self._turns = list[Iterator[_Compared]]()
+        self._counts = list[int]()  # of each call
         self._tensors = list[torch.Tensor]()
         self._addresses = list[int]()
         self._require_grad = list[bool]()
@@ -205,11 +211,10 @@ class ChangeDetector:
             if self._is_whole and (at_once or stateful.is_small):
                 others.append((Via(stateful, _state), 0, stateful.state, None))
         most = _WITH_WATCHER if is_told else _WITHOUT_WATCHER
-        parts = list[list[list[_Compared]]]()
         for part, count in zip((tensors, others, containers), most, strict=True):
-            parts.append(_slices(part, len(part) if at_once else count))
-        self._chunks = _chunks(parts)
-        self._at = 0
+            if part:
+                self._turns.append(cycle(part))
+                self._counts.append(len(part) if at_once else min(count, len(part)))
 
     def _watch_all(
         self,
@@ -262,11 +267,8 @@ class ChangeDetector:
             has_grad = self._is_whole and torch.is_grad_enabled()
             if has_grad and [*map(_requires_grad, self._tensors)] != self._require_grad:
                 return False
-            if not self._chunks:
-                return True
-            chunk = self._chunks[self._at]
-            self._at = (self._at + 1) % len(self._chunks)
-            return _holds(chunk)
+            turns = map(islice, self._turns, self._counts)
+            return not self._turns or _holds(chain.from_iterable(turns))
 
     def holds_all(self) -> bool:
         """Each place holds the same object at its address."""
@@ -308,7 +310,7 @@ class ChangeDetector:
                     unwatch = getattr(ctypes.pythonapi, f"Py{kind}_Unwatch")
                     unwatch(_watcher(kind), ctypes.py_object(value))
         self._watched = {}
-        self._chunks = []
+        self._turns = []
         self._all = []
         self._tensors = []
 
@@ -330,26 +332,6 @@ def _with_those_above(
     return todo
 
 
-def _slices(
-    compared: list[_Compared],
-    most: int,
-) -> list[list[_Compared]]:
-    return [compared[start : start + most] for start in range(0, len(compared), most or 1)]
-
-
-def _chunks(parts: list[list[list[_Compared]]]) -> list[list[_Compared]]:
-    """For each call some of all parts, as all tensors may have moved."""
-    found = list[list[_Compared]]()
-    for at in range(max(map(len, parts))):
-        chunk = list[_Compared]()
-        for slices in parts:
-            if slices:
-                turn = at % len(slices)
-                chunk += slices[turn]
-        found.append(chunk)
-    return found
-
-
 def _holds(compared: Iterable[_Compared]) -> bool:
     try:
         for container, key, value, traits in compared:
@@ -362,3 +344,115 @@ def _holds(compared: Iterable[_Compared]) -> bool:
     except (LookupError, AttributeError, ValueError, TypeError):
         return False
     return True
+
+
+def _never() -> bool:
+    return False
+
+
+class AddressChecks:
+    """Refuses replays once tensors that graphs read have moved.
+
+    Attributes:
+        holds: Each call's quick look: if False, ``check`` decides.
+        reads: Their paths.
+        is_outdated: Graphs were captured since ``seal``.
+    """
+
+    def __init__(self, roots: dict[str, Any], device: torch.device, policy: AddressPolicy) -> None:
+        self._roots = roots
+        self._device = device
+        self._policy = policy
+        self.reads = set[str]()
+        self.volatile = set[str]()
+        self.is_outdated = True
+        self.holds: Callable[[], bool] = _never
+        self._sealed: Fingerprint | None = None
+        self._detector: ChangeDetector | None = None
+        self._checked = set[Key]()
+        self._moved: str | None = None
+
+    def seal(self, known: Fingerprint | None = None) -> None:
+        """``known``: a record that may still be true."""
+        is_current = self._sealed is not None and not self.is_outdated
+        if is_current or self._policy == "off":
+            return
+        sealed = self._record_of_reads(None if known is None or known.changes() else known)
+        self.forget_all()
+        self._sealed = sealed
+        self.is_outdated = False
+        if self._policy == "first":
+            sealed.let_go()  # each check is a walk
+            return
+        watched = sealed.checked()
+        for place in sealed.steady():
+            if issubclass(type(place.value), torch.Generator):
+                watched.append(place)
+        modules, held = sealed.modules()
+        self._detector = ChangeDetector(sealed, [*watched, *modules], held)
+        self.holds = self._detector.holds
+
+    def check(
+        self,
+        key: Key,
+        *,
+        again: bool = False,
+    ) -> None:
+        """Raise AddressError if a tensor moved. ``first`` looks once, unless ``again``."""
+        self.refuse_invalid()
+        if self._sealed is None:
+            return
+        if self._detector is not None:
+            if self._detector.holds_all():
+                return
+        elif key in self._checked and not again:
+            return
+        mode, descriptor = key
+        self._sealed.refuse_moved(f"{mode} {descriptor}", self._roots, may_grow=True)
+        self._checked.add(key)
+        if self._detector is not None:  # graphs do not read it
+            self.is_outdated = True
+            self.seal()
+
+    def take_record(self) -> Fingerprint:
+        """Of what graphs read, without the tensors; nothing is checked any more."""
+        found = self._sealed or self._record_of_reads(None)
+        self.forget_all()
+        return found.let_go()
+
+    def _record_of_reads(self, known: Fingerprint | None) -> Fingerprint:
+        found = known or Fingerprint.of(self._roots, self._device)
+        found.volatile |= self.volatile
+        found.narrow(self.reads)
+        return found
+
+    def invalidate(self, name: str) -> None:
+        """Refuse replays: ``name`` has moved."""
+        self._moved = name
+        self.forget_all()
+
+    def refuse_invalid(self) -> None:
+        if self._moved is not None:
+            raise AddressError(
+                f"the model was captured before {self._moved!r} moved: a replay would use the old "
+                "memory",
+                remedy="Call runner.recapture().",
+            )
+
+    def forget(self, keys: Collection[Key]) -> None:
+        self._checked.difference_update(keys)
+
+    def forget_all(self) -> None:
+        self._sealed = None
+        self._detector = None
+        self.holds = _never
+
+    def at_capture(self) -> dict[int, str]:
+        """Paths by address."""
+        found = dict[int, str]()
+        if self._sealed is None:
+            return found
+        for path, place in self._sealed.places.items():
+            if place.address is not None:
+                found[place.address] = path
+        return found

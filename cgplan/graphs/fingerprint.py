@@ -135,11 +135,19 @@ class Place:
                 now,
                 (self.container, self.key),
             )
-        if self.traits is None:
+        before = self.traits
+        if before is None:
             return None
-        traits = Traits.of(now)
-        if traits != self.traits:
-            return Change(self.path, str(self.traits), str(traits))
+        is_alike = (  # quicker than to make Traits
+            now.shape == before.shape
+            and now.stride() == before.strides
+            and now.dtype is before.dtype
+            and now.is_conj() is before.is_conj
+            and now.is_neg() is before.is_neg
+        )
+        if not is_alike:
+            later = Traits.of(now)
+            return Change(self.path, str(before), str(later))
         if now.data_ptr() != self.address:
             return Change(self.path, _ADDRESS, _ADDRESS)
         if now.requires_grad != self.requires_grad:
@@ -236,6 +244,8 @@ class Fingerprint:
     count: int = 0
     stateful: list[Stateful] = field(default_factory=list)
     draws: list[Stateful] = field(default_factory=list)
+    _empty: list[Any] = field(default_factory=list)  # containers
+    _filled: dict[str, Contents] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -249,6 +259,12 @@ class Fingerprint:
         found = cls(dict(roots), torch.empty(0, device=device).device)
         with torch._C.DisableTorchFunction():
             found._walk()
+        for path, held in found.contents.items():
+            is_plain = held.owner is None and type(held.value) is held.base
+            if is_plain and not held.length:
+                found._empty.append(held.value)
+            else:
+                found._filled[path] = held
         if draws:
             for name, read in walk.generators_of_the_host(found.device).items():
                 found.draws.append(Stateful(name, read, read()))
@@ -380,7 +396,10 @@ class Fingerprint:
                 change = place.compare(now)
                 if change is not None:
                     found.append(change)
-        found += _changes_of(self.contents)
+        contents = self._filled
+        if any(map(len, self._empty)):
+            contents = self.contents
+        found += _changes_of(contents)
         for before in (*self.stateful, *self.draws):
             state = before.read()
             if state != before.state:
@@ -449,7 +468,7 @@ class Fingerprint:
             place.container = place.key = place.value = None
         self.of_tensors = []
         self.roots = {}
-        self.contents = {}
+        self.contents = self._filled = {}
         self.stateful = []
         return self
 
@@ -457,10 +476,20 @@ class Fingerprint:
         self,
         places: Mapping[str, Place] | None = None,
     ) -> list[Place]:
-        found = self.places if places is None else places
+        if places is None:
+            places = self.places
         if not self.volatile:
-            return list(found.values())
-        return [place for path, place in found.items() if not is_within(path, self.volatile)]
+            return list(places.values())
+        found = list[Place]()
+        left_out = set[int]()
+        for place in places.values():
+            above = place.above
+            is_below = above is not None and f"len({above.path})" in self.volatile
+            if is_below or id(above) in left_out or place.path in self.volatile:
+                left_out.add(id(place))
+            else:
+                found.append(place)
+        return found
 
     def checked(self) -> list[Place]:
         found = [place for place in self.steady() if place.address is not None]
@@ -577,8 +606,6 @@ def _changes_of(contents: Mapping[str, Contents]) -> list[Change]:
         owner = held.owner
         length = held.base.__len__(held.value)
         has_length = length == held.length
-        if owner is None and length == held.length == 0:
-            continue
         if type(owner) is not held.kind:
             found.append(Change(path, held.kind.__name__, type(owner).__name__))
         elif owner is not None and object.__getattribute__(owner, "__dict__") is not held.value:

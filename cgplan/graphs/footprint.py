@@ -20,7 +20,6 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Module
 from torch.utils._python_dispatch import (
-    TorchDispatchMode,
     _disable_current_modes,
     _get_current_dispatch_mode,
 )
@@ -28,10 +27,10 @@ from torch.utils._pytree import tree_map_only
 
 from cgplan.backends.backend import number_of
 from cgplan.backends.blame import blamed_line
-from cgplan.backends.capture_answers import answering
-from cgplan.backends.context import current_forward_context
+from cgplan.backends.context import current_forward_context, random_state_kept
 from cgplan.backends.host_sync import (
     Args,
+    DispatchMode,
     Kwargs,
     OperatorMode,
     Refusals,
@@ -42,7 +41,7 @@ from cgplan.backends.host_sync import (
     implemented_in_python,
     is_composite,
     leaves_of,
-    names_of,
+    operator_of,
     probing,
     refuse_host,
     storage_id,
@@ -50,8 +49,8 @@ from cgplan.backends.host_sync import (
     tensors_in,
     written_tensors,
 )
+from cgplan.backends.replacing import answering
 from cgplan.errors import CaptureError, first_line
-from cgplan.graphs.ambient import random_state_kept
 from cgplan.graphs.fingerprint import ABSENT, Fingerprint, is_same, is_tensor
 from cgplan.graphs.put_back import PutBack
 
@@ -113,22 +112,20 @@ class Outside:
     """
 
     def __init__(self, known: Iterable[int]) -> None:
-        self._known = set(known)
+        self._known = {0, *known}  # 0 is of no storage
         self._read = dict[int, torch.Tensor]()
         self._made = list[weakref.ref[torch.Tensor]]()
 
     def note(
         self,
-        given: Iterable[torch.Tensor],
+        given: Mapping[int, torch.Tensor],
         results: Iterable[torch.Tensor],
     ) -> None:
-        for tensor in given:
-            storage = storage_id(tensor)
-            if storage and storage not in self._known:
-                self._read[storage] = tensor
+        for storage in given.keys() - self._known:
+            self._read[storage] = given[storage]
         for tensor in results:
             storage = storage_id(tensor)
-            if storage and storage not in self._known:
+            if storage not in self._known:
                 self._known.add(storage)
                 self._made.append(weakref.ref(tensor))
 
@@ -151,20 +148,22 @@ class OutsideLog(OperatorMode):
         super().__init__(device)
         self.outside = Outside(known)
 
-    def __torch_dispatch__(
+    def see(
         self,
         func: Any,
-        types: Any,
-        args: Args = (),
-        kwargs: Kwargs | None = None,
+        args: Args,
+        kwargs: Kwargs,
     ) -> Any:
-        kwargs = kwargs or {}
         result = self.run(func, args, kwargs)
         self.outside.note(
-            tensors_in((args, kwargs)),
+            _by_storage(tensors_in((args, kwargs))),
             tensors_in(result),
         )
         return result
+
+
+def _by_storage(tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
+    return {storage_id(tensor): tensor for tensor in tensors}
 
 
 @dataclass(slots=True)
@@ -185,7 +184,7 @@ class _Random:
         return any(torch.equal(state, earlier) for earlier in self.states)
 
 
-class Look(TorchDispatchMode):
+class Look(DispatchMode):
     """The mode of a look.
 
     Args:
@@ -250,27 +249,35 @@ class Look(TorchDispatchMode):
             known.seed = _SEED
             known.states.append(generator.get_state())
 
-    def __torch_dispatch__(
+    def see(
         self,
         func: Any,
-        types: Any,
-        args: Args = (),
-        kwargs: Kwargs | None = None,
+        args: Args,
+        kwargs: Kwargs,
     ) -> Any:
-        kwargs = kwargs or {}
         if not isinstance(func, torch._ops.OpOverload):  # a higher-order operator
             try:
                 return func(*args, **kwargs)
             finally:
                 self._note_states()
-        names = names_of(func)
-        part = self._part
+        is_eager = False
         if not self._depth:
+            names = operator_of(func).names
             self.found.names |= names
-            if names & self._eager_ops:
-                part = "eager piece"
+            is_eager = not names.isdisjoint(self._eager_ops)
+        if not is_eager:
+            return self._run(func, args, kwargs)
+        with self.in_part("eager piece"):
+            return self._run(func, args, kwargs)
+
+    def _run(
+        self,
+        func: Any,
+        args: Args,
+        kwargs: Kwargs,
+    ) -> Any:
         if implemented_in_python(func, self._key):
-            with self.in_part(part), self:
+            with self:
                 self._count(func)
                 self._depth += 1
                 try:
@@ -281,13 +288,12 @@ class Look(TorchDispatchMode):
                     self._depth -= 1
                     count_writes(func, args, kwargs)
         if is_composite(func, self._key):  # whole in inference mode
-            with self.in_part(part), self:
+            with self:
                 return as_its_caller(func, func.decompose, self._device)(*args, **kwargs)
-        # else function modes see each attribute
-        with self.in_part(part), torch._C.DisableTorchFunction():
-            return self._run(func, args, kwargs)
+        with torch._C.DisableTorchFunction():  # else function modes see each attribute
+            return self._record(func, args, kwargs)
 
-    def _run(
+    def _record(
         self,
         func: Any,
         args: Args,
@@ -295,19 +301,21 @@ class Look(TorchDispatchMode):
     ) -> Any:
         found = self.found
         written = written_tensors(func, args, kwargs)
-        self._put_back.save(written)
+        if written:
+            self._put_back.save(written)
         generator = kwargs.get("generator")
         if generator is not None:
             self._know(generator)
         leaves = leaves_of(args, kwargs)
-        given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        given = _by_storage(tensors)
         is_foreign = func.namespace not in ("aten", "prim")
-        may_draw = is_foreign or torch.Tag.nondeterministic_seeded in func.tags
+        may_draw = is_foreign or operator_of(func).draws
         self._count(func)
-        if self._key == "CPU" or any(tensor.device.type != "cpu" for tensor in given):
+        if self._key == "CPU" or any(tensor.device.type != "cpu" for tensor in tensors):
             refuse_host(func, args, kwargs, self.refusals)
         if self._part == "segment":
-            self._note_reads(func, given)
+            self._note_reads(func, tensors)
             if may_draw or self._has_drawn:
                 self._find_seeded()
         try:
@@ -316,21 +324,20 @@ class Look(TorchDispatchMode):
             if may_draw:
                 self._note_states()
         self.refusals.follow(func, args, kwargs, result)
-        ids_given = storages_of(given).keys()
-        ids_written = storages_of(written).keys()
-        if found.writes_input is None and ids_written & self._inputs.keys():
+        ids_written = set(map(storage_id, written))
+        if found.writes_input is None and not ids_written.isdisjoint(self._inputs):
             found.writes_input = blamed_line()
         results = [*tensors_in(result), *written]
         self.outside.note(given, results)
         takes_shape = func._opname.startswith("new_") or func._opname.endswith("_like")
-        if not takes_shape and ids_given & found.from_inputs.keys():
+        if not takes_shape and not found.from_inputs.keys().isdisjoint(given):
             found.from_inputs |= storages_of(results)
         if self._in_piece:
-            self._follow_piece(given, results)
+            self._follow_piece(tensors, results)
         self._note_storages(
             func,
             leaves,
-            ids_given,
+            given,
             ids_written,
         )
         if func._opname.startswith("_foreach_"):
@@ -353,30 +360,26 @@ class Look(TorchDispatchMode):
                 found.read_whole[storage._cdata] = storage.nbytes()
 
     def _count(self, func: Any) -> None:
-        name = func._opname
-        computes = func.namespace not in ("prim", "profiler")
-        if self._depth or not computes or name.startswith(_COMPUTES_NOTHING):
-            return
-        if torch.Tag.inplace_view not in func.tags and not _is_view(func):
+        if not self._depth and _computes(func):
             self.found.operators[self._part][func._schema.name] += 1
 
     def _note_storages(
         self,
         func: Any,
         leaves: Iterable[Any],
-        given: Collection[int],
-        written: Collection[int],
+        given: Iterable[int],
+        written: set[int],
     ) -> None:
         overwrites = func._opname in _OVERWRITES
         if overwrites:  # `accumulate` and `reduce` add
             overwrites = not any(leaf is True or type(leaf) is str for leaf in leaves)
         if overwrites:
-            self.found.overwritten |= set(written) - self._storages_read
-            self._storages_read |= set(given) - set(written)
+            self.found.overwritten |= written - self._storages_read
+            self._storages_read |= set(given) - written
             return
-        self.found.overwritten -= set(written)
-        if not _is_view(func):
-            self._storages_read |= set(given)
+        self.found.overwritten -= written
+        if not operator_of(func).is_view:
+            self._storages_read.update(given)
 
     def answer(self, package: str) -> bool:
         """Whether a package sees a capture."""
@@ -548,9 +551,10 @@ class Look(TorchDispatchMode):
 
 
 @cache
-def _is_view(func: Any) -> bool:
-    aliases = [value.alias_info for value in func._schema.returns]
-    return any(aliases) and not func._schema.is_mutable
+def _computes(func: Any) -> bool:
+    is_idle = func.namespace in ("prim", "profiler") or func._opname.startswith(_COMPUTES_NOTHING)
+    is_view = torch.Tag.inplace_view in func.tags or operator_of(func).is_view
+    return not is_idle and not is_view
 
 
 def modules_reached(

@@ -197,12 +197,10 @@ class PutBack:
         """
         found = dict[str, Change]()
         for written in self.written.values():
-            if not written.is_small:
-                continue
-            if self._first_use(written) != "seen":
+            if written.is_small and self._first_use(written) != "seen":
                 written.put_back(written.copy)
         held = self._now() if enters_made and self.made else None
-        versions = [(place, place.value._version) for place in self._versioned]
+        versions = self._versions()
         began_with = frozenset(self.last)
         is_whole = False
         try:
@@ -222,8 +220,9 @@ class PutBack:
                 began_with,
             )
             self._runs.append(run)
-            for written in self.written.values():
-                written.count_run(number, captures=captures)
+            with torch._C.DisableTorchFunction():
+                for written in self.written.values():
+                    written.count_run(number, captures=captures)
             for path, change in changed.items():
                 if path in self._of_engine:
                     continue
@@ -242,13 +241,18 @@ class PutBack:
                     if path not in changed:
                         found[path] = change
 
+    def _versions(self) -> list[int]:
+        with torch._C.DisableTorchFunction():
+            return [place.value._version for place in self._versioned]
+
     def _note_newly_written(
         self,
-        versions: Iterable[tuple[Place, int]],
+        before: list[int],
     ) -> None:
         self.newly_written = []
-        for place, version in versions:
-            if place.value._version == version:
+        versions = zip(self._versioned, before, self._versions(), strict=True)
+        for place, version, now in versions:
+            if now == version:
                 continue
             address = place.value.untyped_storage().data_ptr()
             written = self.written.get(address)
@@ -363,6 +367,14 @@ class PutBack:
                 found.add(path)
         return found
 
+    def is_steady(
+        self,
+        path: str,
+    ) -> bool:
+        """Whether each run changed it."""
+        known = self._paths.get(path)
+        return known is not None and len(known.runs) == len(self._runs)
+
     def _first_use(self, written: Written) -> FirstUse | None:
         """Whether it was made on first use, and how that is seen; None: it gets its copy back.
 
@@ -373,8 +385,8 @@ class PutBack:
         made = self.made
         stay = set[int]()
         for path, known in self._paths.items():
-            is_steady = len(known.runs) == len(self._runs)
-            if path in made or not (is_steady or known.is_captured or self._may_undo(path)):
+            is_undone = self.is_steady(path) or known.is_captured or self.may_undo(path)
+            if path in made or not is_undone:
                 stay |= known.runs
         if written.runs and written.runs.keys() <= stay:
             return "seen"
@@ -386,7 +398,7 @@ class PutBack:
             return None
         for path, known in self._paths.items():
             is_tried = any(path not in other.began_with for other in later)
-            if number in known.runs and not is_tried and self._may_undo(path):
+            if number in known.runs and not is_tried and self.may_undo(path):
                 return None
         return "hidden"
 
@@ -421,7 +433,7 @@ class PutBack:
                 found.append(written.path)
         return found
 
-    def _may_undo(
+    def may_undo(
         self,
         path: str,
     ) -> bool:
@@ -506,7 +518,8 @@ class PutBack:
         if between_keys and not self.last:
             return
         made = self.made
-        self.last = self.before.changes()
+        if not between_keys:
+            self.last = self.before.changes()
         for path, change in self.last.items():
             known = self._paths.get(path)
             if path in made:
@@ -514,7 +527,7 @@ class PutBack:
                 self.outcome[path] = nbytes, "new"
                 continue
             self.volatile.add(path)
-            if not self._may_undo(path):
+            if not self.may_undo(path):
                 continue
             value = change.was
             if made and known is not None and not known.is_captured:

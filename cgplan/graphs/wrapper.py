@@ -21,6 +21,7 @@ from cgplan.backends.backend import autocast_cache
 from cgplan.backends.blame import blamed_line
 from cgplan.backends.context import (
     AddressPolicy,
+    AmbientState,
     CaptureScope,
     ForwardContext,
     WatchedMetadata,
@@ -31,7 +32,6 @@ from cgplan.backends.host_sync import Args, Kwargs
 from cgplan.buffers.outputs import renewed
 from cgplan.config.schema import Options
 from cgplan.errors import AddressError, CaptureError, CgplanError, SealedError
-from cgplan.graphs.ambient import AmbientState
 from cgplan.graphs.fingerprint import Fingerprint
 from cgplan.graphs.footprint import current_look
 from cgplan.graphs.pools import GraphPool

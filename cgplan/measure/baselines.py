@@ -25,12 +25,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from cgplan.backends import GraphBackend
-from cgplan.backends.context import forward_context
+from cgplan.backends.context import forward_context, random_state_kept
 from cgplan.buffers.compare import deviation
 from cgplan.buffers.static import Tensors
 from cgplan.captures.failures import drop_locals
 from cgplan.errors import BackendError, CgplanError
-from cgplan.graphs.ambient import random_state_kept
 from cgplan.graphs.fingerprint import Fingerprint
 from cgplan.graphs.footprint import look
 from cgplan.graphs.put_back import PutBack

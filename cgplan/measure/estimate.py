@@ -15,7 +15,6 @@ import torch
 from torch._guards import detect_fake_mode
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from cgplan.backends.backend import gc_paused
@@ -24,6 +23,7 @@ from cgplan.backends.context import forward_context
 from cgplan.backends.host_sync import (
     ALLOCATIONS,
     Args,
+    DispatchMode,
     Function,
     Kwargs,
     Refusals,
@@ -99,7 +99,7 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
             yield fake
 
 
-class AllocationLog(TorchDispatchMode):
+class AllocationLog(DispatchMode):
     """Logs a forward's allocations in a graph pool, of eager pieces their results; stands in for a
     breakable capture.
     """
@@ -179,10 +179,7 @@ class AllocationLog(TorchDispatchMode):
         self._take(output, _storages((args, kwargs)))
         return output
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def see(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         if func.namespace == "prim":
             return func(*args, **kwargs)
         if implemented_in_python(func, "CPU"):

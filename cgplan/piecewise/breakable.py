@@ -14,11 +14,10 @@ import torch
 from cgplan.backends import GraphBackend, select_backend
 from cgplan.backends.backend import Trace, span
 from cgplan.backends.blame import blamed_line
-from cgplan.backends.context import current_forward_context
+from cgplan.backends.context import AmbientState, current_forward_context
 from cgplan.backends.host_sync import Args, Function, Kwargs, storages_of, tensors_in
 from cgplan.backends.replacing import replaced
 from cgplan.errors import CaptureError, CaptureMemoryError, HostSyncError, first_line
-from cgplan.graphs.ambient import AmbientState
 from cgplan.graphs.pools import GraphPool
 from cgplan.graphs.wrapper import CUDAGraphOptions, CUDAGraphWrapper, Recorded
 from cgplan.modes import CUDAGraphMode

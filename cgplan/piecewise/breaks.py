@@ -26,7 +26,7 @@ from cgplan.backends.host_sync import (
     Kwargs,
     OperatorMode,
     as_its_caller,
-    names_of,
+    operator_of,
 )
 from cgplan.backends.replacing import replaced
 from cgplan.errors import ConfigError, did_you_mean
@@ -134,18 +134,11 @@ class Breaks(OperatorMode):
                     stack.enter_context(self)
             return model(*args, **kwargs)
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: Args = (),
-        kwargs: Kwargs | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
+    def see(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         capture = recording_capture()
         if capture is None or not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
-        if self._names.isdisjoint(names_of(func)):
+        if self._names.isdisjoint(operator_of(func).names):
             return self.run(func, args, kwargs)
         name = func._schema.name
         for leaf in tree_leaves((args, kwargs)):

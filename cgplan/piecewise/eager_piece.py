@@ -34,6 +34,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from cgplan.backends import GraphBackend
 from cgplan.backends.backend import autocast_cache
 from cgplan.backends.blame import blamed_line
+from cgplan.backends.context import AmbientState
 from cgplan.backends.host_sync import (
     Args,
     Function,
@@ -45,7 +46,6 @@ from cgplan.backends.host_sync import (
 )
 from cgplan.buffers.outputs import hides_tensors
 from cgplan.errors import CaptureError
-from cgplan.graphs.ambient import AmbientState
 from cgplan.graphs.footprint import modules_reached
 from cgplan.graphs.put_back import bytes_of
 
@@ -345,14 +345,12 @@ class PieceMemory(OperatorMode):
         self._stream = stream
         self._main = stream()
 
-    def __torch_dispatch__(
+    def see(
         self,
         func: Any,
-        types: Any,
-        args: Args = (),
-        kwargs: Kwargs | None = None,
+        args: Args,
+        kwargs: Kwargs,
     ) -> Any:
-        kwargs = kwargs or {}
         tensors = tensors_in((args, kwargs))
         given = storages_of(tensors)
         tags = getattr(func, "tags", ())

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from cgplan.backends import GraphBackend
+from cgplan.backends.context import AmbientState, random_state_kept
 from cgplan.backends.replacing import T
 from cgplan.buffers.compare import differences
 from cgplan.buffers.static import example_batch
@@ -42,7 +43,6 @@ from cgplan.errors import (
     ModelError,
     PlanError,
 )
-from cgplan.graphs.ambient import AmbientState, random_state_kept
 from cgplan.graphs.walk import PLAIN
 from cgplan.modes import CUDAGraphMode, Key
 from cgplan.piecewise.routes import SplitRoute

@@ -11,11 +11,11 @@ from statistics import median
 
 import torch
 
+from cgplan.backends.context import random_state_kept
 from cgplan.captures.captured_keys import CapturedKeys
+from cgplan.captures.model_forward import Rehearsal
 from cgplan.captures.model_graphs import ModelGraphs
-from cgplan.captures.rehearsal import Rehearsal
 from cgplan.errors import CaptureMemoryError, CgplanError, TrafficError
-from cgplan.graphs.ambient import random_state_kept
 from cgplan.modes import CUDAGraphMode, Key
 from cgplan.optimizer.propose import PlanInputs, plan_graphs
 from cgplan.planning import Plan

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from checks import MIB, back_at, capture, reserved, same
 from torch import Tensor, nn
 
-from cgplan.backends import GraphBackend, cuda_workspaces, select_backend
+from cgplan.backends import GraphBackend, cuda, select_backend
 from cgplan.backends.tape import TapeBackend
 from cgplan.errors import BackendError, CaptureError, HostSyncError
 
@@ -48,15 +48,15 @@ def test_the_stream_of_an_owner_that_is_gone_is_lent_again(
 
     monkeypatch.setattr(torch.cuda, "Stream", new_stream)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(cuda_workspaces, "_lent", [])
-    monkeypatch.setattr(cuda_workspaces, "_owners", weakref.WeakKeyDictionary())
+    monkeypatch.setattr(cuda, "_lent", [])
+    monkeypatch.setattr(cuda, "_owners", weakref.WeakKeyDictionary())
     first, second = Owner(), Owner()
-    taken = [cuda_workspaces.own_stream(owner).cuda_stream for owner in (first, second)]
+    taken = [cuda.own_stream(owner).cuda_stream for owner in (first, second)]
     assert taken == [1, 2]
     del first
     gc.collect()
     third, fourth = Owner(), Owner()
-    taken = [cuda_workspaces.own_stream(owner).cuda_stream for owner in (third, fourth)]
+    taken = [cuda.own_stream(owner).cuda_stream for owner in (third, fourth)]
     assert taken == [1, 3]
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from cgplan.backends import GraphBackend
 from cgplan.backends.tape import TapeBackend
-from cgplan.backends.tape_pool import ALIGNMENT, TapePool
+from cgplan.backends.tape_recorder import ALIGNMENT, TapePool
 from cgplan.errors import CaptureError, HostSyncError
 
 pytestmark = pytest.mark.usefixtures("quiet_collector")

@@ -102,6 +102,43 @@ def test_a_model_that_changes_python_in_each_run_warms_up_each_key(backend: Grap
     serves_right(backend, runner, model, 3)
 
 
+_calls = 0
+
+
+def by_calls(x: Tensor) -> Tensor:
+    """``x * 3`` but for the first call; a global counts."""
+    global _calls
+    _calls += 1
+    return x * (3 if _calls > 1 else 0)
+
+
+def test_what_stays_as_a_run_left_it_needs_one_warm_up(backend: GraphBackend) -> None:
+    global _calls
+    _calls = 0
+    runner = open_runner(backend, by_calls)
+    assert without_warm_up(runner) == [8, 4, 2]
+    assert _calls == 7  # a look, two warm-ups, captures
+    serves_right(backend, runner, by_calls, 3)
+
+
+_kept: Tensor | None = None
+
+
+def keeping(x: Tensor) -> Tensor:
+    global _kept
+    _kept = x * 3
+    return _kept + 0
+
+
+def test_outputs_that_stay_in_a_global_have_no_capture_without_a_warm_up(
+    backend: GraphBackend,
+) -> None:
+    runner = open_runner(backend, keeping)
+    assert not without_warm_up(runner)
+    assert runner.report.started_again is None
+    serves_right(backend, runner, keeping, 3)
+
+
 class RunningSum(nn.Module):
     """The first call begins anew, which Python says."""
 

@@ -25,8 +25,8 @@ from cgplan import (
     forward_context,
 )
 from cgplan.backends import GraphBackend
+from cgplan.backends.context import AmbientState, random_state_kept
 from cgplan.config import Input, validate_config
-from cgplan.graphs.ambient import AmbientState, random_state_kept
 from cgplan.runner.session import CaptureSession
 
 pytestmark = pytest.mark.usefixtures("quiet_collector")

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from cgplan.backends.tape import TapeBackend
-from cgplan.backends.tape_pool import TapePool
+from cgplan.backends.tape_recorder import TapePool
 from cgplan.cli.main import app
 from cgplan.config import Config, Input, validate_config
 from cgplan.errors import CaptureError, CaptureMemoryError, HostSyncError, ModelError
