@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Never
 
 import torch
 from pydantic import BaseModel
@@ -16,7 +16,7 @@ from cgplan.backends import select_backend
 from cgplan.captures.captured_keys import Progress
 from cgplan.captures.model_forward import BeforeKey
 from cgplan.config import Config, Input, load_config, validate_config
-from cgplan.errors import ConfigError, ModelError
+from cgplan.errors import ConfigError, ModelError, refuse_others
 from cgplan.models.loading import load_model, refuse_no_model
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning import build_plan
@@ -46,6 +46,7 @@ def capture(
     state: Sequence[object] | None = None,
     progress: Progress | None = None,
     before_key: BeforeKey | None = None,
+    **others: Never,
 ) -> GraphRunner:
     """Plan, capture, and return a runner.
 
@@ -59,7 +60,7 @@ def capture(
             ``model.target`` of the configuration.
         inputs: ``Input`` by name, for each argument of the forward; in short ``(shape, dtype,
             pad)``; or an example tensor of floating point, whose dimension 0 counts
-            ``num_tokens``, with padding 0.
+            ``num_tokens``.
         config: A configuration, its mapping, or its file; then no sections.
         metadata: ``Input`` by name for tensors in the forward context.
         dims: ``Dim`` by name; several need ``config``, for ``model.output_shapes``.
@@ -75,6 +76,8 @@ def capture(
         ModelError: the model cannot be loaded or called.
         CaptureError: see CaptureSession.run.
     """
+    sizes = 'Sizes are compilation={"cudagraph_capture_sizes": [1, 4]}.'
+    refuse_others(capture, others, sizes)
     if model is not None:
         refuse_no_model(model)
     sections = {

@@ -42,6 +42,14 @@ class ConfigError(CgplanError):
     exit_code = 3
 
 
+def refuse_others(function: Any, given: Iterable[str], hint: str) -> None:
+    """Raise ConfigError for a name that is no argument."""
+    names = function.__kwdefaults__
+    for name in given:
+        remedy = f"{did_you_mean(name, names)}{hint} Arguments are {', '.join(names)}."
+        raise ConfigError(f"{function.__name__} has no argument {name!r}", remedy=remedy)
+
+
 class ConfigFileError(ConfigError):
     """The file is missing, unreadable, or not YAML."""
 

@@ -125,7 +125,7 @@ class BatchDescriptor(NamedTuple):
         return self.num_tokens // self.num_reqs
 
     def __str__(self) -> str:
-        parts = [f"size={self.size}" if self.sizes else f"num_tokens={self.num_tokens}"]
+        parts = [f"size={self.size}"]
         if self.num_reqs is not None:
             parts.append(f"num_reqs={self.num_reqs}")
         if self.uniform:

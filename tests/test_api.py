@@ -82,7 +82,14 @@ def test_a_configuration_stands_in_place_of_sections(path: Path) -> None:
 def test_capture_and_graphed_refuse_what_is_no_model_alike(capture: Any, model: Any) -> None:
     with pytest.raises(ModelError, match=r"the model is ('double|<class)") as caught:
         capture(model)
-    assert "model.target" in caught.value.remedy
+    said = "an instance: Linear(...)" if model is torch.nn.Linear else "model.target"
+    assert said in caught.value.remedy
+
+
+def test_an_argument_that_capture_has_not_is_named() -> None:
+    with pytest.raises(ConfigError, match="capture has no argument 'sizes'") as caught:
+        cgplan.capture(lambda x: x, {"x": X}, sizes=[1, 4])  # type: ignore[arg-type]
+    assert 'compilation={"cudagraph_capture_sizes": [1, 4]}' in caught.value.remedy
 
 
 @pytest.mark.parametrize("state", [3, torch.nn.Linear(3, 3)])
@@ -177,7 +184,7 @@ def test_a_runner_captures_where_it_may(path: Path) -> None:
     with (
         cgplan.capture_allowed(False),
         pytest.raises(
-            cgplan.SealedError, match=r"the graph for FULL num_tokens=4.* is to be captured inside"
+            cgplan.SealedError, match=r"the graph for FULL size=4.* is to be captured inside"
         ),
     ):
         cgplan.capture(config=path)

@@ -7,6 +7,7 @@ import gc
 import inspect
 import logging
 import pickle
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -102,6 +103,19 @@ def test_the_next_call_after_a_change_captures_again(
         assert replays(g) == 3 - watched + (turn == 2 and change is _attribute) * 3
     told = [line for line in caplog.messages if "captured again: " in line]
     assert len(told) == len(set(told)) <= 2  # a tensor that moves again may be another one
+
+
+@pytest.mark.parametrize("layers", [1, 40])
+def test_a_change_that_calls_may_have_missed_is_told(backend: GraphBackend, layers: int) -> None:
+    model = nn.Sequential(*(nn.ReLU() for _ in range(layers))).eval()
+    g, x = cgplan.graphed(model), rows(backend, 5)
+    ready(g, model, x)
+    model[layers - 1] = nn.Sigmoid()
+    while "captured again" not in g.explain():
+        g(x)
+    may_be_late = layers > 1 and sys.version_info < (3, 12)
+    assert ("call recapture() after such changes" in g.explain()) is may_be_late
+    close(g(x), model(x))
 
 
 def test_numbers_that_change_in_place_are_seen(backend: GraphBackend, net: Net) -> None:
@@ -931,9 +945,11 @@ def test_transformers_generate_by_graphs(backend: GraphBackend) -> None:
     for length in (0, "64"):
         with pytest.raises(ConfigError, match="max_cache_len is"):
             cgplan.graphed_generate(lm, max_cache_len=length)  # type: ignore[arg-type]
-    for option in ({"dynamic": {}}, {"max_batch": 2}):
-        with pytest.raises(ConfigError, match=f"graphed_generate has no {next(iter(option))}"):
-            cgplan.graphed_generate(lm, max_cache_len=8, **option)
+    with pytest.raises(ConfigError, match="dynamic is of graphed alone"):
+        cgplan.graphed_generate(lm, max_cache_len=8, dynamic={})
+    with pytest.raises(ConfigError, match="graphed has no argument 'max_graph'") as caught:
+        cgplan.graphed_generate(lm, max_cache_len=8, max_graph=2)
+    assert "Did you mean 'max_graphs'?" in caught.value.remedy
     with pytest.raises(ConfigError, match="have no effect where nothing varies"):
         cgplan.graphed_generate(lm, max_cache_len=8, sizes=[1, 4])
     lm.to(torch.float64)
@@ -1137,6 +1153,24 @@ def test_generate_of_models_that_take_no_static_cache(backend: GraphBackend) -> 
     g = cgplan.graphed_generate(lm, max_cache_len=64)
     assert torch.equal(lm.generate(prompt, max_new_tokens=20, do_sample=False), wanted)
     assert "generate with DogeForCausalLM does not use the cache" in g.explain()
+
+
+@pytest.mark.parametrize("kind", ["DynamicCache", "StaticCache"])
+def test_a_cache_of_the_callers_is_filled(backend: GraphBackend, kind: str) -> None:
+    import transformers
+
+    lm = decoder(backend)
+    prompt = torch.randint(2, 200, (2, 5), device=backend.device)
+    wanted = lm.generate(prompt, max_new_tokens=8, do_sample=False)
+    g = cgplan.graphed_generate(lm, max_cache_len=32)
+    options = {} if kind == "DynamicCache" else {"config": lm.config, "max_cache_len": 32}
+    cache = getattr(transformers, kind)(**options)
+    found = lm.generate(prompt, max_new_tokens=8, do_sample=False, past_key_values=cache)
+    assert torch.equal(found, wanted)
+    assert cache.get_seq_length() == 12
+    reasons = " ".join(g.eager_calls)
+    assert ("generate with past_key_values" in reasons) is (kind == "DynamicCache")
+    assert (replays(g) > 0) is (kind == "StaticCache")
 
 
 def test_generate_without_a_prompt_of_tokens_tells_so(backend: GraphBackend) -> None:

@@ -47,7 +47,6 @@ from cgplan.reports import AuditReport, Report
 from cgplan.runner.auto import Trials
 from cgplan.runner.runner import GraphRunner
 from cgplan.runner.session import CaptureSession
-from cgplan.units import format_bytes, format_seconds
 
 Load = Callable[[GraphBackend], Callable[..., Any]]
 
@@ -224,25 +223,10 @@ def _fitted(
         for setting in unused_settings(plan, config):
             unused = "the value in the configuration is not used"
             notes.append(f"{path} decides {setting.name}; {unused}")
-        old = _limits(plan.budget)
-        new = _limits(budget_of(config))
-        if old and old != new:
-            present = "the configuration has none"
-            if new:
-                present = f"that of the configuration, {new}, bounds this capture"
-            notes.append(f"{path} was made for a budget of {old}; {present}")
+        if not plan.budget.items() <= budget_of(config).items():
+            notes.append(f"{path} was made for another budget than the configuration's")
         plan = found.changed(notes=tuple(notes))
     if is_first_rank():
         for line in (*(f"note: {text}" for text in notes), *announcements(plan)):
             note(line)
     return plan
-
-
-def _limits(budget: dict[str, Any]) -> str:
-    """``2 GiB, 40 graphs``; no plan is made for a reserve."""
-    words = {
-        "memory": format_bytes,
-        "capture_time": format_seconds,
-        "max_graphs": "{} graphs at most".format,
-    }
-    return ", ".join(word(budget[name]) for name, word in words.items() if name in budget)

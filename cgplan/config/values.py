@@ -108,7 +108,7 @@ def check_sizes(value: object) -> object:
     if isinstance(value, str) and value not in get_args(LadderName):
         names = ", ".join(get_args(LadderName))
         raise ValueError(
-            f"unknown ladder {value!r}; choose one of {names}, or give a list of sizes"
+            f"unknown ladder {value!r}; choose one of {names}, or give a list: [1, 2, 4]"
         )
     if isinstance(value, list | tuple) and not value:
         raise ValueError("the list of capture sizes is empty; leave the key out for a ladder")

@@ -405,7 +405,8 @@ class Calls:
             batch = ", ".join(f"{name} = {size}" for name, size in sizes.items())
             reason = f"no graph serves {batch}"
             if route.missing is None:
-                self.learner.tell_once(f"{reason}: `sizes` or `max_size` end below it", "sizes")
+                reason += ": `sizes` or `max_size` end below it"
+                self.learner.tell_once(reason, "sizes")
             elif is_capture_allowed():
                 reason += f", and max_graphs={self._settings.max_graphs} leaves no room"
             return reason

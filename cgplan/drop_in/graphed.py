@@ -8,12 +8,11 @@ import inspect
 import sys
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import EllipsisType, MethodType
-from typing import Any, Literal, Self, cast
+from typing import Any, Literal, Never, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +25,7 @@ from cgplan.drop_in.inference import Settings
 from cgplan.drop_in.kinds import Kind
 from cgplan.drop_in.learner import Learner
 from cgplan.drop_in.saved_call import config_text, target_of
-from cgplan.errors import CgplanError, ConfigError, InputError, did_you_mean
+from cgplan.errors import CgplanError, ConfigError, InputError, did_you_mean, refuse_others
 from cgplan.models.loading import CACHE_ARGUMENTS, cache_argument, refuse_no_model
 from cgplan.reports.layout import Column, Grid, TextColumn, plain_text
 from cgplan.reports.records import CaptureReport
@@ -160,7 +159,7 @@ class Graphed:
 
     @property
     def runners(self) -> tuple[GraphRunner, ...]:
-        """One for each kind, most calls first."""
+        """One for each kind with graphs, most calls first."""
         found = self._learner.runners
         return tuple(sorted(found, key=lambda runner: runner.stats.calls, reverse=True))
 
@@ -198,10 +197,7 @@ class Graphed:
         return dict(self._calls.eager)
 
     def explain(self) -> str:
-        """What was inferred, the graphs, and why calls ran eagerly.
-
-        A row is a kind of calls, with what sets it apart from the others.
-        """
+        """What was inferred, the graphs by kind of calls, and why calls ran eagerly."""
         calls = self._calls
         learner = self._learner
         graphs = sum(len(runner.plan.keys) for runner in learner.runners)
@@ -212,14 +208,12 @@ class Graphed:
             if runner is not None:
                 sizes = ", ".join(key.size for _, key in reversed(runner.plan.keys))
                 rows.append((sizes or "none", runner.stats.calls, self._notes_of(kind)))
-        counts = Counter[str]()
+        common = set[str]()
+        if len(rows) > 1:
+            common.update(rows[0][2])
         for _, _, notes in rows:
-            counts.update(set(notes))
-        common = list[str]()
-        for note, count in sorted(counts.items()):
-            if count == len(rows) > 1:
-                common.append(note)
-                lines.append(f"all kinds: {note}")
+            common &= {*notes}
+        lines += [f"all kinds: {note}" for note in sorted(common)]
 
         def apart(row: tuple[str, int, list[str]]) -> str:
             return "\n".join(note for note in row[2] if note not in common)
@@ -232,7 +226,7 @@ class Graphed:
                 TextColumn("kind", apart),
             )
             lines.append(plain_text(table))
-        lines += sorted(learner.notices.values())
+        lines += sorted({*learner.notices.values()} - calls.eager.keys())
         for path, count in learner.changed.most_common():
             if count > 1:
                 lines.append(f"{count} times graphs were freed, as the model had changed: {path}")
@@ -244,9 +238,11 @@ class Graphed:
     def _notes_of(self, kind: Kind) -> list[str]:
         notes = list(kind.notes)
         for index, shape in enumerate(kind.shapes):
-            is_fixed = not any(isinstance(dim, str) for dim in shape)
             extents = ", ".join(map(str, shape))
-            notes.append(f"output {index}: [{extents}]{' (fixed)' * is_fixed}")
+            if kind.is_exact:
+                for name, dim in kind.dims.items():
+                    extents = extents.replace(name, str(dim.max))
+            notes.append(f"output {index}: [{extents}]")
         if True in kind.requires_grad and not self._settings.recomputes:
             notes.append("backward through its outputs raises GradientError")
         return notes
@@ -277,7 +273,7 @@ class Graphed:
         target: str | None = None,
         kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The configuration of the kind with the most calls, for `cgplan capture --config`.
+        """The configuration of the busiest kind, for `cgplan capture --config`.
 
         ``target`` and ``kwargs`` make the model; absent: its class, if that takes no arguments.
         Raises CgplanError without graphs; ConfigError where YAML has no form for an argument, or
@@ -415,6 +411,7 @@ def graphed(
     strict: bool = False,
     ignore: Sequence[str] = (),
     grad: Literal["recompute"] | None = None,
+    **others: Never,
 ) -> Any:
     """Runs a model or a function of tensors by captured graphs; also a decorator.
 
@@ -452,6 +449,7 @@ def graphed(
     Raises ConfigError for a wrong setting, ModelError for no model. Calls raise what the model
     raises; with ``strict`` CaptureError and NumbersError, too.
     """
+    refuse_others(graphed, others, "Settings of YAML belong into `compilation`.")
     settings = Settings(
         sizes=sizes,
         max_size=max_size,
@@ -466,7 +464,9 @@ def graphed(
         ignore=ignore,
         grad=grad,
     )
-    if example is not None and not isinstance(example, Sequence | Mapping | Tensor):
+    if isinstance(example, Tensor):
+        example = (example,)
+    if example is not None and not isinstance(example, Sequence | Mapping):
         raise ConfigError(
             f"the example is a {type(example).__name__}",
             remedy="Give the arguments of one call: a tensor, a sequence, or a mapping by name.",
@@ -478,8 +478,6 @@ def graphed(
         g: Graphed = kind(model, settings)
         if isinstance(example, Mapping):
             g.warm_up(**example)
-        elif isinstance(example, Tensor):
-            g.warm_up(example)
         elif example is not None:
             g.warm_up(*example)
         return g
@@ -521,10 +519,8 @@ def graphed_generate(
             f"{type(model).__name__} is not a decoder-only model of transformers with a KV cache",
             remedy="Pass a model as AutoModelForCausalLM.from_pretrained gives it, before graphed.",
         )
-    known = inspect.signature(graphed).parameters.keys() - {"model", "dynamic"}
-    for name in options.keys() - known:
-        remedy = f"Choose from {', '.join(sorted(known))}."
-        raise ConfigError(f"graphed_generate has no {name}", remedy=remedy)
+    if "dynamic" in options:
+        raise ConfigError("dynamic is of graphed alone", remedy="Leave it out: no row is padded.")
     forward = model.forward
     if isinstance(forward, Graphed):  # of an earlier call
         forward = vars(forward)["_wrapped"]
@@ -584,7 +580,9 @@ class _Generate:
             # transformers says which models may have static caches
             type(model).__name__: not getattr(model, "_can_compile_fullgraph", True),
         }
-        other = [*filter(option, _OTHER_CACHES), *filter(without.get, without)]
+        # an empty cache counts as false
+        other = [name for name in _OTHER_CACHES if option(name) not in (None, False)]
+        other += filter(without.get, without)
         if other:
             reason = (
                 f"generate with {' and '.join(other)} does not use the cache that "
@@ -592,8 +590,9 @@ class _Generate:
             )
             self._tell(reason)
             eager = vars(model.forward)["_calls"].own_code_reason
-            has_cache = any(name in given for name in CACHE_ARGUMENTS)
-            with nullcontext() if has_cache else setting(eager, reason):
+            caches = [given[name] for name in CACHE_ARGUMENTS if name in given]
+            is_static = any(getattr(cache, "is_compileable", True) for cache in caches)
+            with nullcontext() if is_static else setting(eager, reason):
                 return own(model, inputs, generation_config, *others, **given)
         length = prompt.shape[1]
         longest = length + option("max_new_tokens", 0)

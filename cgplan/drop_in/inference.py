@@ -31,7 +31,7 @@ _NOTHING_VARIES = "nothing varies: each shape has its graph"
 _DYNAMIC = 'Pass dimensions by input: dynamic={"x": {0: "batch"}}.'
 _COMPILATION = 'Pass settings by name: compilation={"on_miss": "error"}.'
 _PAD = 'Pass values by input: pad={"x": -1}.'
-_SIZES = "Pass a list of sizes, or the name of a ladder: sizes=[1, 2, 4]."
+_SIZES = "Pass a list of sizes up to max_size, or the name of a ladder: sizes=[1, 2, 4]."
 _STRICT = "Pass strict=True, or leave it out."
 _IGNORE = 'Pass a list: ignore=["model.calls"].'
 
@@ -67,7 +67,10 @@ class Settings:
         if self.grad not in ("recompute", None):
             raise ConfigError(f"grad is {self.grad!r}", remedy="Choose recompute or None.")
         most = 1 << 20 if isinstance(self.sizes, str) else self.max_size or 1 << 20
-        Dim(BATCH, max=most, sizes=self.sizes)  # raises for wrong ones
+        try:
+            Dim(BATCH, max=most, sizes=self.sizes)
+        except ConfigError as error:
+            raise ConfigError(error.message.removeprefix("Dim: "), remedy=_SIZES) from None
         self.pad = dict(self.pad or {})
         for name, value in self.pad.items():
             _refuse_other("a name of pad", name, str, _PAD)
@@ -185,18 +188,21 @@ class Inference:
                 # copies of a real row are always valid, but only rows have copies
                 if name not in pads and any(extent.symbol for extent in spec.extents):
                     kind.specs[name] = spec.changed(pad="last")
+        kind.is_exact = note == _NOTHING_VARIES
         for name, spec in kind.specs.items():
-            shape = ", ".join(map(str, spec.shape))
+            shape = ", ".join(map(str, named[name].shape if kind.is_exact else spec.shape))
             kind.notes.append(f"{name}: {spec.dtype} [{shape}]")
         constants = constants_in(call.by_name(self.signature), "")
         for path, value in islice(constants, _MOST_NOTES):
             if value is not None:
                 kind.notes.append(f"{path} = {value!r:.40}")
         tail = call.tail
-        kind.notes.append("grad mode" if tail.is_grad else "no_grad")
+        mode = "grad mode" if tail.is_grad else "no_grad"
+        if torch.is_inference_mode_enabled():
+            mode = "no_grad; first called in inference_mode"
+        kind.notes.append(mode)
         if tail.autocast:
             kind.notes.append(f"autocast {tail.autocast}")
-        kind.is_exact = note == _NOTHING_VARIES
         for name, size in kind.sizes_of(call.tensors).items():
             if kind.is_exact:
                 kind.dims[name] = Dim(

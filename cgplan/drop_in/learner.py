@@ -46,10 +46,10 @@ class Learner(Inference):
 
     def __post_init__(self) -> None:
         self.changed = Counter[str]()  # by path
-        self.notices: dict[str, str] = {}
         self._begin()
 
     def _begin(self) -> None:
+        self.notices: dict[str, str] = {}
         # the least recently used go first
         self._kinds = OrderedDict[Form, list[Kind]]()
         self._families: dict[Form, Family] = {}
@@ -70,7 +70,7 @@ class Learner(Inference):
         subject: str | None = None,
     ) -> None:
         subject = subject or text
-        if subject not in self.notices:
+        if subject not in self.notices and text not in self.notices.values():
             self.notices[subject] = text
             logger.warning("%s: %s", self.name, text)
 
@@ -93,11 +93,16 @@ class Learner(Inference):
         text = f"captured again: {first}"
         if len(changes) > 1:
             text += f", and {len(changes) - 1} more changes"
+        is_moved = all(change.is_move for change in changes)
+        if self.detector.is_late and not is_moved:
+            text += (
+                "; calls since may have been answered by the old graphs: call recapture() after "
+                "such changes"
+            )
         self.tell_once(text, first.path)
         self.detector.close()
         self.detector = None
         self.tensor_ids = frozenset()
-        is_moved = all(change.is_move for change in changes)
         for kind in self.kinds:
             kind.start_again(is_moved=is_moved)
         return True
@@ -161,7 +166,8 @@ class Learner(Inference):
                 family.misses = 0
                 return kind, sizes
         kind = self._add_kind(call, state)
-        kind.notes += [f"{root} in one of its states" for root in roots]
+        for root, value in roots.items():
+            kind.notes.append(f"{root} at {id(value):#x}, in one of its states")
         constants = constants_in(call.by_name(self.signature), "")
         count = family.calls
         for path in family.add(constants, holds_objects=bool(state)):

@@ -154,6 +154,9 @@ class ChangeDetector:
     Args:
         record: Its objects are held until ``close``.
         at_once: Each call compares everything.
+
+    Attributes:
+        is_late: Calls may have passed since the last change that was found.
     """
 
     __graph_memory__ = True
@@ -180,6 +183,8 @@ class ChangeDetector:
         self._all = list[_Compared]()
         self._turns = list[Iterator[_Compared]]()
         self._counts = list[int]()  # of each call
+        self._rotates = False
+        self.is_late = False
         self._tensors = list[torch.Tensor]()
         self._addresses = list[int]()
         self._require_grad = list[bool]()
@@ -215,6 +220,7 @@ class ChangeDetector:
             if part:
                 self._turns.append(cycle(part))
                 self._counts.append(len(part) if at_once else min(count, len(part)))
+                self._rotates |= self._counts[-1] < len(part)
 
     def _watch_all(
         self,
@@ -294,6 +300,7 @@ class ChangeDetector:
         self,
         ignore: Iterable[str] = (),
     ) -> dict[str, Change]:
+        self.is_late = self._rotates and not self._flag[0]
         self._reset()
         found = self.record.changes(ignore)
         if found:

@@ -48,10 +48,10 @@ class ForwardArgument(NamedTuple):
 
 def refuse_no_model(found: object) -> None:
     if not callable(found) or isinstance(found, type):
-        raise ModelError(
-            f"the model is {found!r:.80}",
-            remedy="Pass a module or a function; model.target in a configuration builds one.",
-        )
+        remedy = "Pass a module or a function; model.target in a configuration builds one."
+        if isinstance(found, type):
+            remedy = f"Pass an instance: {found.__name__}(...)."
+        raise ModelError(f"the model is {found!r:.80}", remedy=remedy)
 
 
 def load_model(
@@ -240,5 +240,5 @@ def _blaming(doing: str) -> Iterator[None]:
         raise ModelError(
             f"{doing} failed: {type(error).__name__}: {str(error).strip() or 'no message'}\n  at "
             f"{where}",
-            remedy="Correct the model or model.kwargs; --traceback shows more.",
+            remedy="Correct the model or model.kwargs.",
         ) from error

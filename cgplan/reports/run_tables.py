@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import groupby
 from statistics import fmean
 from typing import Any
 
 from rich.console import Group, RenderableType
 
-from cgplan.modes import CUDAGraphMode
 from cgplan.planning.plan import Key, Lane
 from cgplan.reports.layout import (
     Bytes,
@@ -89,7 +87,7 @@ def _capture(report: CaptureReport) -> RenderableType:
     predicted = list(_prediction(report))
     split = None
     if report.split:
-        split = facts("Split", [*_split_rows(report.split), *_segment_rows(report)])
+        split = render(report.split)
     return stacked(
         head,
         captured(report),
@@ -172,32 +170,16 @@ def captured(report: CaptureReport) -> Grid:
 
 @render.register
 def _split(split: SplitRecord) -> RenderableType:
-    return facts("Split", _split_rows(split))
-
-
-def _split_rows(split: SplitRecord) -> Iterator[Fact]:
     routes = {"ops": "operators", "modules": "modules", "wrappers": "the model's own wrappers"}
-    yield "by", routes.get(split.route, split.route)
+    rows = [("by", routes.get(split.route, split.route))]
     if split.segments is not None:
-        yield "pieces", f"{split.segments} segments, {split.eager_pieces} eager pieces"
+        rows.append(("pieces", f"{split.segments} segments, {split.eager_pieces} eager pieces"))
     sides = {"captured": split.captured, "eager": split.eager, "eager calls": split.eager_operators}
-    for name, counts in sides.items():
+    for side, counts in sides.items():
         if counts:
-            yield name, _repeated(counts.items())
-
-
-def _segment_rows(report: CaptureReport) -> Iterator[Fact]:
-    for record in report.records:
-        if record.mode is CUDAGraphMode.PIECEWISE and record.segment_nodes:
-            runs = [(nodes, len(list(same))) for nodes, same in groupby(record.segment_nodes)]
-            of = f"(num_tokens {record.descriptor.num_tokens})"
-            yield f"{report.environment.node_name} each", f"{_repeated(runs)} {of}"
-            return
-
-
-def _repeated(counts: Iterable[tuple[object, int]]) -> str:
-    """``linear x4, relu``."""
-    return ", ".join(f"{name} x{count}" if count > 1 else str(name) for name, count in counts)
+            calls = [f"{name} x{n}" if n > 1 else name for name, n in counts.items()]
+            rows.append((side, ", ".join(calls)))
+    return facts("Split", rows)
 
 
 def _state(report: CaptureReport) -> RenderableType | None:
@@ -311,10 +293,7 @@ def _ranks(ranks: Sequence[RankRecord]) -> RenderableType | None:
 
 def _limits(budget: BudgetRecord) -> Iterator[str]:
     if budget.memory is not None:
-        used = f"{format_bytes(budget.used_bytes)} of {format_bytes(budget.memory)} used"
-        if budget.stops and not budget.used_bytes:
-            used += ": without a graph the static buffers are freed, too"
-        yield used
+        yield f"{format_bytes(budget.used_bytes)} of {format_bytes(budget.memory)} used"
     if budget.capture_time is not None:
         used = (
             f"{format_seconds(budget.used_seconds)} of {format_seconds(budget.capture_time)} used"

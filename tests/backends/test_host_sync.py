@@ -76,7 +76,7 @@ def test_an_operator_that_needs_the_host_is_refused_with_its_line(
             device=backend.device.type,
         )
     message = caught.value.message
-    assert "FULL num_tokens=4" in message
+    assert "FULL size=4" in message
     first = forward.__code__.co_firstlineno
     assert any(f"{__file__}:{line}: `" in message for line in range(first, first + 4)), message
     assert caught.value.remedy

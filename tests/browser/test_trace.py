@@ -77,5 +77,5 @@ def test_perfetto_reads_every_event(
         for e in events
     ]
     depths = [(name, depth) for name, depth, *_ in rows[:5]]
-    session, key = ("capture session", 0), ("FULL num_tokens=2 num_reqs=2", 1)
+    session, key = ("capture session", 0), ("FULL size=2 num_reqs=2", 1)
     assert depths == [("load model", 0), session, key, ("look", 2), ("warm-up", 2)]

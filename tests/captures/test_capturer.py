@@ -330,7 +330,7 @@ class FillsOnce(nn.Module):
 def test_what_a_capture_writes_first_is_computed(backend: GraphBackend) -> None:
     model = FillsOnce().to(backend.device).eval()
     runner = open_runner(backend, model)
-    assert runner.report.started_again == "FULL num_tokens=8 num_reqs=8 leaves scale"
+    assert runner.report.started_again == "FULL size=8 num_reqs=8 leaves scale"
     assert "for all keys, captured again" in str(runner.report)
     assert not without_warm_up(runner)
     with closing(runner), torch.no_grad():

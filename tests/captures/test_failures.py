@@ -29,8 +29,7 @@ def test_the_end_of_a_capture_asks_what_needed_the_host() -> None:
     named = explained(invalid, found)
     assert isinstance(named, HostSyncError)
     assert (
-        named.message
-        == "capture of FULL num_tokens=4: operator aten::item needs the host, at model.py:7"
+        named.message == "capture of FULL size=4: operator aten::item needs the host, at model.py:7"
     )
     unjoined = CaptureError("the capture is not valid: a side stream was not joined", remedy="-")
     assert type(explained(unjoined, found)) is CaptureError

@@ -188,7 +188,7 @@ def test_its_errors_are_the_models(backend: GraphBackend, way: str) -> None:
     options: dict[str, Any] = {"device": backend.device, "before_key": failing}
     model = Net(apart=way == "functions").to(backend.device)
     with pytest.raises(
-        ModelError, match=r"num_tokens=2.* at .*test_engine_context.py:\d+.*no blocks for this key"
+        ModelError, match=r"size=2.* at .*test_engine_context.py:\d+.*no blocks for this key"
     ):
         cgplan.capture(model, INPUTS, compilation=compilation, **options)
     if way == "functions":  # choosing the route runs the model in the context of the smallest key

@@ -117,7 +117,7 @@ def test_code_that_must_not_capture(backend: GraphBackend, kind: type[CUDAGraphW
     with forward_context(PIECEWISE, BatchDescriptor(4)):
         with capture_allowed(False), pytest.raises(SealedError) as caught:
             wrapper(large)
-        assert "PIECEWISE graph for num_tokens=4" in caught.value.message
+        assert "PIECEWISE graph for size=4" in caught.value.message
         assert f"{__file__}:" in caught.value.message
         assert 4 not in calls
         with capture_allowed(False), capture_allowed(True):
@@ -151,7 +151,7 @@ def test_a_sealed_scope_captures_nothing_more(backend: GraphBackend) -> None:
         pytest.raises(SealedError) as caught,
     ):
         wrapper(x)
-    assert "num_tokens=8" in caught.value.message
+    assert "size=8" in caught.value.message
     assert "cudagraph_capture_sizes" in caught.value.remedy
 
 
@@ -190,6 +190,6 @@ def test_copied_arguments_are_those_of_the_capture(
     with torch.no_grad(), forward_context(PIECEWISE, BatchDescriptor(4)):
         for _ in range(2):
             same(wrapper(x, y), x * y)
-        with pytest.raises(AddressError, match=rf"PIECEWISE num_tokens=4: {said}"):
+        with pytest.raises(AddressError, match=rf"PIECEWISE size=4: {said}"):
             wrapper(*change(x, y))
         same(wrapper(x + 1, y), (x + 1) * y)

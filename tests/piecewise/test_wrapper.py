@@ -228,7 +228,7 @@ def test_a_failed_session_frees_the_segments(backend: GraphBackend) -> None:
     with backend.session(), torch.no_grad():
         model(randn(backend, 4, 6))  # workspaces of the capture stream, which stay
     before = backend.memory().reserved
-    with pytest.raises(CaptureError, match="capture of PIECEWISE num_tokens=2 failed"):
+    with pytest.raises(CaptureError, match="capture of PIECEWISE size=2 failed"):
         open_runner(backend, wrapper, "PIECEWISE", [2, 4])
     gc.collect()
     backend.release_cached()
@@ -286,7 +286,7 @@ def test_captures_are_logged(backend: GraphBackend, caplog: pytest.LogCaptureFix
         for wrapper in wrappers * 2:
             wrapper(x)
     found = [r.getMessage() for r in caplog.records if r.name.startswith("cgplan")]
-    assert found == ["capturing a PIECEWISE graph for num_tokens=4"]
+    assert found == ["capturing a PIECEWISE graph for size=4"]
 
 
 def test_segments_do_not_take_the_memory_that_they_read(backend: GraphBackend) -> None:

@@ -119,10 +119,9 @@ def test_an_unknown_mode_is_answered_with_the_nearest() -> None:
 
 
 def test_descriptors_print_what_matters() -> None:
-    assert str(BatchDescriptor(8)) == "num_tokens=8"
+    assert str(BatchDescriptor(8)) == "size=8"
     assert (
-        str(BatchDescriptor(8, 4, True, True, 3))
-        == "num_tokens=8 num_reqs=4 uniform num_active_loras=3"
+        str(BatchDescriptor(8, 4, True, True, 3)) == "size=8 num_reqs=4 uniform num_active_loras=3"
     )
     assert BatchDescriptor(8, 4, True).uniform_query_len == 2
     assert BatchDescriptor(8, 4).uniform_query_len is None

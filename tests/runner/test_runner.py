@@ -720,7 +720,7 @@ def test_output_rows_of_piecewise_keys_follow_the_metadata(backend: GraphBackend
 
 def test_piecewise_without_wrappers_says_so(backend: GraphBackend) -> None:
     with pytest.raises(
-        CaptureError, match="nothing in the model captured for PIECEWISE num_tokens=8"
+        CaptureError, match="nothing in the model captured for PIECEWISE size=8"
     ) as caught:
         open_runner(
             backend,
@@ -867,7 +867,7 @@ def test_a_failure_of_the_model_itself_names_the_users_line(backend: GraphBacken
         open_runner(backend, model)
     message = caught.value.message
     assert f"{__file__}:{line}: `return x @ torch.zeros(7, 7, device=x.device)`" in message
-    assert "failed on a batch padded to FULL num_tokens=8" in message
+    assert "failed on a batch padded to FULL size=8" in message
     assert "mat1 and mat2 shapes" in message
     assert isinstance(caught.value.__cause__, RuntimeError)
 
@@ -887,7 +887,7 @@ def test_a_failure_under_capture_names_the_users_line(backend: GraphBackend) -> 
     assert (
         f"{__file__}:{model.__code__.co_firstlineno + 3}: `raise KeyError" in caught.value.message
     )
-    assert "capture of FULL num_tokens=8" in caught.value.message
+    assert "capture of FULL size=8" in caught.value.message
     assert "ran eagerly" in caught.value.remedy
     same(open_runner(backend, model)(x=batch(backend, 3)), batch(backend, 3) * 2)
 
@@ -941,7 +941,7 @@ def test_memory_that_runs_out_in_the_middle_of_a_session(backend: GraphBackend) 
         assert back_at(short, before), "while the error is still held"
         assert steps[-1].descriptor.num_tokens == 2
         message = caught.value.message
-        assert "out of memory at FULL num_tokens=2 num_reqs=2" in message
+        assert "out of memory at FULL size=2 num_reqs=2" in message
         assert "free on the device" in message
         assert "everything captured in this session was freed" in message
         assert "max_cudagraph_capture_size" in caught.value.remedy

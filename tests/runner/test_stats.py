@@ -512,8 +512,8 @@ def test_ranges_are_named_by_key(
         call(runner, *step)
         stage(runner, *step)
     assert inside == []
-    decode = "cgplan FULL num_tokens=4 num_reqs=4 uniform"
-    assert named == ([decode] * 4 + ["cgplan NONE num_tokens=8"] * 2 if on else [])
+    decode = "cgplan FULL size=4 num_reqs=4 uniform"
+    assert named == ([decode] * 4 + ["cgplan NONE size=8"] * 2 if on else [])
     x = torch.arange(3.0, device=backend.device)
     lengths = torch.ones(3, dtype=torch.int64, device=backend.device)
     assert torch.equal(runner(x=x, lengths=lengths), x * 2)
@@ -551,10 +551,10 @@ def test_a_trace_of_calls(backend: GraphBackend) -> None:
     call(runner, 3, 3)
     with runner.stage(3, 3):
         pass
-    decode = "FULL num_tokens=4 num_reqs=4 uniform"
+    decode = "FULL size=4 num_reqs=4 uniform"
     called = [(0, decode), (1, "dispatch"), (1, "copy"), (1, "launch")]
     staged = [(0, decode), (1, "copy"), (1, "launch")]
-    eager = [(0, "NONE num_tokens=8"), (1, "dispatch"), (1, "copy"), (1, "launch")]
+    eager = [(0, "NONE size=8"), (1, "dispatch"), (1, "copy"), (1, "launch")]
     assert nested(trace) == called + staged + eager
     args = {event["name"]: event["args"] for event in trace.events}
     assert args[decode] == {"num_tokens": 3, "num_reqs": 3}
@@ -593,7 +593,7 @@ def test_a_trace_of_captures_and_pieces(backend: GraphBackend) -> None:
         )
         with runner.trace():
             runner(x=torch.ones(3, 8, device=backend.device))
-    found, key = nested(trace), "PIECEWISE num_tokens=4"
+    found, key = nested(trace), "PIECEWISE size=4"
     assert [name for depth, name in found if depth == 0] == ["capture session", key]
     session = [name for depth, name in found[: found.index((0, key))] if depth == 2]
     assert session == ["look", "warm-up", "capture", "capture"]
@@ -619,6 +619,6 @@ def test_stats_in_a_few_lines(backend: GraphBackend) -> None:
         runner(torch.ones(count, 2, device=backend.device))
     assert str(runner.stats).splitlines()[:3] == [
         "4 calls: 12 tokens, and 3 of padding",
-        "by graphs: FULL num_tokens=4 num_reqs=4: 2, FULL num_tokens=2 num_reqs=2: 1",
+        "by graphs: FULL size=4 num_reqs=4: 2, FULL size=2 num_reqs=2: 1",
         "eagerly: larger than the largest capture size: 1",
     ]

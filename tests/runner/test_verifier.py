@@ -357,7 +357,7 @@ def test_a_batch_is_verified_when_it_is_asked_for(backend: GraphBackend) -> None
     assert record.graph_us > 0
     line = str(record)
     assert "\n" not in line
-    assert "FULL num_tokens=8" in line
+    assert "FULL size=8" in line
     assert "verified; largest difference 0, " in line
 
 

@@ -1,7 +1,4 @@
-"""Python runs this when it starts under `cgplan watch`: torch is watched from its import on.
-
-The report is written at exit, on SIGTERM, and on SIGUSR1, which also prints it on standard error.
-"""
+"""Python runs this when it starts under `cgplan watch`: torch is watched from its import on."""
 
 from __future__ import annotations
 
