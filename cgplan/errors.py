@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text, else its class."""
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 

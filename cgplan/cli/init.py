@@ -114,7 +114,6 @@ def _first_layer(
     node: fx.Node,
     module: nn.Module,
 ) -> tuple[str, nn.Module] | None:
-    """The first layer after a value, past layers that keep shape and dtype."""
     for user in node.users:
         if user.op != "call_module":
             continue

@@ -44,7 +44,6 @@ class Row(NamedTuple):
 
 
 def inspect_config(request: InspectRequest, vllm: VllmConfig | None) -> None:
-    """Show the plan of a configuration, or of vLLM's, and the values that were set."""
     loaded = vllm.loaded if vllm else read_config(request.path, request.settings())
     plan = within_count(build_plan(loaded.config), loaded.config)
     notes: list[str] = []
@@ -148,7 +147,6 @@ def check_vllm(read: VllmConfig, file: Path | None) -> None:
 
 
 def origin_rows(loaded: LoadedConfig, plan: Plan) -> list[Row]:
-    """Each value with its origin: file and line, `--set`, default, or resolved."""
     resolved = _resolved(loaded.config, plan)
     rows: list[Row] = []
     for row in _rows(loaded.config, "", loaded):
@@ -196,7 +194,6 @@ def _text(value: Any) -> str:
 
 
 def _resolved(config: Config, plan: Plan) -> dict[str, str]:
-    """Values that planning chose or changed, by key."""
     given = config.compilation
     found: dict[str, str] = {}
     sizes = f"{describe_sizes(plan.capture_sizes)} ({len(plan.capture_sizes)})"

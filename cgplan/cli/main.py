@@ -220,7 +220,8 @@ def watch(
 ) -> None:
     """Run a program, and say which of its CUDA graphs are stale.
 
-    The table comes when it ends, and on SIGUSR1. Pointers into freed memory are exit code 25.
+    The table comes when it ends, and on SIGUSR1. Pointers into freed memory are exit code 25; where
+    something holds the old tensor, --fail-on-stale makes them so.
     """
     check_outputs((request.output, request.html), ())
     from cgplan.cli.watch import run_watch

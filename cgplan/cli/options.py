@@ -283,6 +283,10 @@ class WatchRequest:
     output: Path | None = OUTPUT()
     html: Path | None = HTML()
     as_json: bool = JSON()
+    fail_on_stale: bool = flag(
+        "Exit with 25 for any stale pointer, also into memory that something holds.",
+        "--fail-on-stale",
+    )
     every_replay: bool = flag(
         "Raise AuditError in the line that replays a graph whose memory was freed, slowly.",
         "--every-replay",

@@ -187,7 +187,6 @@ def failures_reported(show_traceback: bool) -> Iterator[None]:
 
 
 def section_of(error: type[CgplanError]) -> str:
-    """Where the docs of the wheel or the checkout explain an error."""
     package = Path(__file__).parents[1]
     docs = package / "docs" if (package / "docs").is_dir() else package.parent / "docs"
     return f"{docs}/troubleshooting.md#{error.__name__.lower()}"
@@ -212,7 +211,6 @@ def prints_aside() -> AbstractContextManager[object]:
 
 
 def has_ranks() -> bool:
-    """Whether torchrun has started more than this process."""
     return os.environ.get("WORLD_SIZE", "1") != "1" and "RANK" in os.environ
 
 

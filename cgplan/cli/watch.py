@@ -27,38 +27,17 @@ def run_watch(
     command: Sequence[str],
     request: WatchRequest,
 ) -> None:
-    """Raises AuditError for pointers into freed or unmapped memory."""
-    with tempfile.TemporaryDirectory(prefix="cgplan-watch-") as folder:
-        paths = [str(_CHILD), os.environ.get("PYTHONPATH", "")]
-        environment = {
-            **os.environ,
-            "CGPLAN_WATCH": folder,
-            "CGPLAN_WATCH_REPLAYS": "1" if request.every_replay else "",
-            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        }
-        # standard output is for the JSON
-        code = _run(command, environment, sys.stderr if request.as_json else None)
-        found = list[tuple[str, WatchReport]]()
-        files = sorted(Path(folder).glob("*.json"))
-        for file in files:
-            report = load_report(file)
-            if isinstance(report, WatchReport) and (report.graphs or report.gone):
-                found.append((file.stem, report))
-        is_silent = not files and os.listdir(folder)  # sitecustomize.py leaves a file
-    if is_silent:
-        note("cgplan watch: a process died, or called os._exit, before it told of its graphs.")
-    elif not found:
-        from cgplan.captures.watched import watch
+    """Raises AuditError for pointers into freed memory, with `--fail-on-stale` into any stale."""
+    code, found = _watched(command, request)
+    fatal = ["free block", "unmapped"]
+    if request.fail_on_stale:
+        fatal += ["unowned block", "moved"]
 
-        if not files:
-            note(
-                "cgplan watch: no process loaded PyTorch under the watch, which PYTHONPATH brings; "
-                "`python -I` and `env -i` drop it."
-            )
-        with watch() as empty:
-            found.append(("", empty.check()))
+    def failing(report: WatchReport) -> int:
+        return sum(part.pointers for part in report.stale if part.problem in fatal)
+
     found.sort(
-        key=lambda item: (_freed(item[1]), len(item[1].stale), len(item[1].graphs)), reverse=True
+        key=lambda item: (failing(item[1]), len(item[1].stale), len(item[1].graphs)), reverse=True
     )
     is_saved = is_first_rank()  # the first process
     for process, report in found:
@@ -73,23 +52,54 @@ def run_watch(
                 html=request.html if is_saved else None,
             )
         is_saved = False
-    freed = sum(_freed(report) for _, report in found)
     if code:
-        raise Exit(code if code > 0 else 128 - code)
-    if freed:
+        note(f"cgplan watch: the command ended with exit code {code}.")
+        raise Exit(code)
+    fails = sum(failing(report) for _, report in found)
+    if fails:
         raise AuditError(
-            f"{counted(freed, 'pointer')} of captured graphs into memory that was freed",
+            f"{counted(fails, 'pointer')} of captured graphs into memory that is not theirs now",
             remedy="Capture again after weights or caches are replaced, or write into them.",
         )
 
 
-def _freed(report: WatchReport) -> int:
-    kinds = ("free block", "unmapped")
-    return sum(part.pointers for part in report.stale if part.problem in kinds)
+def _watched(
+    command: Sequence[str],
+    request: WatchRequest,
+) -> tuple[int, list[tuple[str, WatchReport]]]:
+    """Its exit code, and a report for each process with graphs, else an empty one."""
+    with tempfile.TemporaryDirectory(prefix="cgplan-watch-") as folder:
+        paths = [str(_CHILD), os.environ.get("PYTHONPATH", "")]
+        environment = {
+            **os.environ,
+            "CGPLAN_WATCH": folder,
+            "CGPLAN_WATCH_REPLAYS": "1" * request.every_replay,
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        }
+        # standard output is for the JSON
+        code = _run(command, environment, sys.stderr if request.as_json else None)
+        found = list[tuple[str, WatchReport]]()
+        files = sorted(Path(folder).glob("*.json"))
+        for file in files:
+            report = load_report(file)
+            if isinstance(report, WatchReport) and (report.graphs or report.gone):
+                found.append((file.stem, report))
+        left = os.listdir(folder)  # by sitecustomize.py
+    if len(left) > 1 and not files:
+        note("cgplan watch: a process died, or called os._exit, before it told of its graphs.")
+    elif not found:
+        from cgplan.captures.watched import watch
+
+        if not files:
+            lost = "no Python process got its PYTHONPATH, which `python -I` and `env -i` drop"
+            why = "no process imported torch" if left else lost
+            note(f"cgplan watch: nothing was watched, {why}.")
+        with watch() as empty:
+            found.append(("", empty.check()))
+    return code if code >= 0 else 128 - code, found
 
 
 def _run(command: Sequence[str], environment: dict[str, str], output: TextIO | None) -> int:
-    """Its exit code; signals to this process are passed on."""
     try:
         process = subprocess.Popen(command, env=environment, stdout=output)
     except OSError as error:

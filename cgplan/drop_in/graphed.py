@@ -46,8 +46,6 @@ _OTHER_CACHES = (
 
 
 class _OfMethod:
-    """Copies and pickles have no graphs."""
-
     __graph_memory__ = True
 
     def __init__(self) -> None:
@@ -127,7 +125,6 @@ class Graphed:
         owner: Any,
         kind: type | None = None,
     ) -> Any:
-        """Graphs of a method for one object, which holds them."""
         if owner is None or isinstance(self._wrapped, nn.Module | MethodType | staticmethod):
             return self
         bound = MethodType(self._wrapped, owner)
@@ -208,9 +205,7 @@ class Graphed:
             if runner is not None:
                 sizes = ", ".join(key.size for _, key in reversed(runner.plan.keys))
                 rows.append((sizes or "none", runner.stats.calls, self._notes_of(kind)))
-        common = set[str]()
-        if len(rows) > 1:
-            common.update(rows[0][2])
+        common = set(rows[0][2] if len(rows) > 1 else ())
         for _, _, notes in rows:
             common &= {*notes}
         lines += [f"all kinds: {note}" for note in sorted(common)]

@@ -308,7 +308,6 @@ def _shapes_of(
 
 
 def _batched(named: Mapping[str, Tensor]) -> list[str]:
-    """Inputs whose dimension 0 has the most common size."""
     rows = Counter[int]()
     for tensor in named.values():
         if tensor.ndim:

@@ -39,8 +39,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False, repr=False)
 class Learner(Inference):
-    """Watches runs of the model's own code, and decides what graphs may serve."""
-
     name: str
     backend: GraphBackend = field(init=False)
 
@@ -139,7 +137,6 @@ class Learner(Inference):
         return [kind.runner for kind in self.kinds if kind.runner is not None]
 
     def forget_object(self, value: Any) -> None:
-        """Free the graphs of calls with an argument that does not come again."""
         for kind in self.kinds:
             if value in objects_in(kind.form):
                 kind.close()
@@ -360,7 +357,6 @@ def _holds_container(
     records: Sequence[Fingerprint],
     output: Any,
 ) -> bool:
-    """The model, or an argument, holds a container of the output."""
     held = set[int]()
     for record in records:
         held |= record.container_ids()

@@ -154,7 +154,6 @@ def html_of(page: Page, text: str) -> str:
 
 
 def table_of(rows: Iterable[Any], formats: Mapping[str, Format]) -> Grid:
-    """A table of tuples; a column with format ``str`` is text."""
     columns = list[Column]()
     for place, (title, shown) in enumerate(formats.items()):
         kind = TextColumn if shown is str else Column

@@ -346,7 +346,6 @@ def titled(title: str, *parts: RenderableType | None) -> RenderableType:
 def figures(
     title: str, rows: Sequence[Any], *columns: Column, words: Sequence[str] = ()
 ) -> RenderableType | None:
-    """A table under its title, with sentences below; None without rows."""
     if not rows:
         return None
     below = sentences(*words) if words else None

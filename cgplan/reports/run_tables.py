@@ -7,7 +7,7 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 
 from cgplan.planning.plan import Key, Lane
 from cgplan.reports.layout import (
@@ -47,6 +47,7 @@ from cgplan.reports.records import (
     PointerReport,
     RankRecord,
     SplitRecord,
+    StaleRecord,
     WatchReport,
 )
 from cgplan.units import (
@@ -113,16 +114,16 @@ def _capture_rows(report: CaptureReport) -> Iterator[Fact]:
     if report.looked_at:
         yield "checked", report.looked_at
     if report.capture_policy == "lazy":
-        yield "captures", f"lazy: when a batch first asks for a key; waiting: {report.waiting}"
-        yield "at once", "by compilation.capture_policy=eager"
+        yield (
+            "captures",
+            f"lazy: when a batch first asks for a key; waiting: {report.waiting}; eager: at once",
+        )
     elif report.capture_policy == "adaptive":
         yield "captures", "adaptive: runner.replan() exchanges keys for those that batches ask for"
     elif report.waiting:
         yield "captures", f"{counted(report.waiting, 'key')} when a batch first asks for it"
     if report.pool != "shared":
         yield "pools", f"one for each {report.pool.removeprefix('per_')}"
-    if report.generation > 1:
-        yield "generation", f"the pools were made {report.generation} times"
     for key in report.failed:
         yield "failed", f"{key.label}: {key.text}"
     yield from labelled("note", (*report.environment.notes, *report.plan.notes))
@@ -187,17 +188,12 @@ def _state(report: CaptureReport) -> RenderableType | None:
     if not left:
         return None
     words = {"new": "new: stays", "not kept": "written, not put back"}
-    table = Grid(
+    return Grid(
         left,
         TextColumn("state", "path"),
         Bytes("size", "nbytes"),
         TextColumn("after the capture", lambda place: words[place.kept]),
     )
-    rest = [place.nbytes for place in report.state if place.is_put_back]
-    if not rest:
-        return table
-    put_back = f"put back besides: {counted(len(rest), 'place')}, {format_bytes(sum(rest))}"
-    return Group(table, sentences(put_back))
 
 
 def _prediction(report: CaptureReport) -> Iterator[Fact]:
@@ -295,12 +291,7 @@ def _limits(budget: BudgetRecord) -> Iterator[str]:
     if budget.memory is not None:
         yield f"{format_bytes(budget.used_bytes)} of {format_bytes(budget.memory)} used"
     if budget.capture_time is not None:
-        used = (
-            f"{format_seconds(budget.used_seconds)} of {format_seconds(budget.capture_time)} used"
-        )
-        if budget.used_seconds > budget.capture_time:
-            used += ", because the last capture took longer than was known before"
-        yield used
+        yield f"{format_seconds(budget.used_seconds)} of {format_seconds(budget.capture_time)} used"
     if budget.max_graphs is not None:
         yield f"at most {counted(budget.max_graphs, 'graph')}"
     if budget.reserve is not None:
@@ -308,14 +299,11 @@ def _limits(budget: BudgetRecord) -> Iterator[str]:
 
 
 def _budget(budget: BudgetRecord) -> Iterator[Fact]:
-    limits = list(_limits(budget))
-    yield "budget", "; ".join(limits)
+    yield "budget", "; ".join(_limits(budget))
     if budget.left_out:
         rule = "known before not to fit; the largest first"
         if budget.max_graphs is not None:
-            rule = "max_graphs keeps the keys that pad least"
-            if len(limits) > 1:
-                rule = f"known before not to fit; of those that fit, {rule}"
+            rule = "of the keys that fit, max_graphs keeps those that pad least"
         yield "left out", f"{_by_lane(budget.left_out)}: {rule}"
     by_key = grouped(((stop.limit, stop.key), stop) for stop in budget.stops)
     for stops in list(by_key.values())[:MOST_STOPS]:
@@ -402,7 +390,6 @@ def bench_notes(report: BenchReport) -> Iterator[Fact]:
 
 
 def busy(report: BenchReport) -> list[str]:
-    """A warning, if it was."""
     spreads = []
     for name in ("eager", "graph", "replay"):
         times = filter(None, (getattr(record, name) for record in report.records))
@@ -677,13 +664,17 @@ def _owners(owners: Sequence[OwnerRecord]) -> Grid:
 # --- watch ----------------------------------------------------------------------------------------
 
 
+def _first_in(found: StaleRecord) -> str:
+    name = found.operator or found.kernel
+    return f"{name} at {found.line}" if found.line else name
+
+
 STALE = (
     TextColumn("memory", "name"),
     TextColumn("what became of it", lambda found: _BECAME[found.problem]),
     TextColumn("pointers", lambda found: f"{found.pointers} of {found.of}"),
     TextColumn("graphs", lambda found: listed(found.graphs, 3)),
-    TextColumn("first in", lambda found: found.operator or found.kernel),
-    TextColumn("line", lambda found: found.line or ""),
+    TextColumn("first in", _first_in),
 )
 _RAW_NODE = 1950  # bytes, as measured in docs/benchmarks.md
 WATCHED = (

@@ -93,6 +93,8 @@ def _watch() -> None:
 
 if "CGPLAN_WATCH" in os.environ:
     sys.meta_path.insert(0, _TorchFinder())
+    with suppress(OSError):  # the watch has ended
+        Path(os.environ["CGPLAN_WATCH"], "python").touch()
 _here = str(Path(__file__).parent)
 _own = PathFinder.find_spec("sitecustomize", [path for path in sys.path if path != _here])
 if _own is not None and _own.origin is not None:
