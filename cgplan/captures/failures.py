@@ -107,7 +107,7 @@ def explain_failure(
         )
     return CaptureError(
         f"capture of {key} failed, at {where}: {type(error).__name__}: {text}",
-        remedy="It ran eagerly: look for what it does only under capture. --traceback shows more.",
+        remedy="It ran eagerly: look for what it does only under capture.",
     )
 
 
@@ -121,8 +121,7 @@ def explain_eager_failure(error: Exception, batch: str) -> CgplanError:
     return ModelError(
         f"the model failed on a batch padded to {batch}, at {where}: {type(error).__name__}: "
         f"{first_line(error)}",
-        remedy="Check the declared inputs against the model's forward; --traceback shows the "
-        "whole traceback.",
+        remedy="Check the declared inputs against the model's forward.",
     )
 
 

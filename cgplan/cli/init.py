@@ -95,7 +95,6 @@ def _of_hugging_face(name: str, kwargs: dict[str, Any]) -> str:
 
 
 def _first_layers(module: nn.Module) -> dict[str, tuple[str, nn.Module]]:
-    """By argument: path and layer that reads it first; empty for a forward that fx cannot trace."""
     parameters = inspect.signature(module.forward).parameters.values()
     defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
     try:

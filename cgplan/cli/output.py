@@ -45,7 +45,6 @@ def tell(
     *,
     in_logs: bool = True,
 ) -> None:
-    """What is done now, on standard error; nothing with `--quiet`."""
     is_read = in_logs or sys.stderr.isatty()
     if is_read and shows_progress.get():
         note(text)
@@ -151,7 +150,6 @@ def save(path: Path, content: str | bytes) -> None:
 
 @contextmanager
 def failures_reported(show_traceback: bool) -> Iterator[None]:
-    """Turn any error of the block into a message and an exit code."""
     try:
         yield
     except (typer.BadParameter, typer.Exit, BrokenPipeError):
@@ -215,7 +213,6 @@ def has_ranks() -> bool:
 
 
 def is_first_rank() -> bool:
-    """Whether this process prints: rank 0, or the only one."""
     return not has_ranks() or os.environ["RANK"] == "0"
 
 

@@ -49,7 +49,7 @@ def explain(
         message = "\n  - ".join((f"{source}:", *messages))
     elif not message.startswith("--"):
         message = f"{source}: {message}"
-    remedy = "Correct the value; docs/config-reference.md or its class describes it."
+    remedy = "Correct the value; docs/config-reference.md describes it."
     if is_unknown:
         remedy = (
             "Correct or remove the key; docs/config-reference.md lists all keys, `cgplan "

@@ -52,8 +52,6 @@ Shapes = tuple[torch.Size, ...]
 
 
 class ById:
-    """An object, known by its identity, weakly held if possible."""
-
     __slots__ = ("_held", "_id")
 
     def __init__(self, value: Any) -> None:
@@ -77,8 +75,6 @@ class ById:
 
 
 class ByKey:
-    """A value, known by its type and a key."""
-
     __slots__ = ("key", "value")
 
     def __init__(
@@ -178,7 +174,6 @@ def rebuild(
     form: Iterator[Any],
     tensors: Iterator[Any],
 ) -> Any:
-    """The next value of a form."""
     kind = next(form)
     if kind is Tensor or is_tensor_type(kind):
         return next(tensors)
@@ -395,7 +390,6 @@ def tensors_by_name(
 
 
 def module_of(model: object) -> nn.Module:
-    """The model, the module whose method it is, or an empty one."""
     for owner in (model, getattr(model, "__self__", None)):
         if isinstance(owner, nn.Module):
             return owner

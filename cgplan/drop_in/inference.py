@@ -221,7 +221,6 @@ class Inference:
         name: str,
         size: int,
     ) -> Dim:
-        """Given, or growing with batches."""
         settings = self.settings
         sizes: Any = None
         most: int | None = None

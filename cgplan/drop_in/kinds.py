@@ -131,7 +131,6 @@ class Kind:
         of_model: Sequence[Change] = (),
         of_arguments: Sequence[Change] = (),
     ) -> None:
-        """Of the model's own code; what it changed of Python, if it was watched."""
         known = [point.sizes for point in self._points]
         adds = sizes not in known
         adds &= len(known) < _MOST_SIZES
@@ -265,7 +264,7 @@ class Kind:
         self.shapes = tuple(found)
 
     def relearn(self) -> bool:
-        """From captures and comparisons; whether that was news. Raises as ``learn``."""
+        """Whether captures and comparisons told news. Raises as ``learn``."""
         before = self.returns, self.shapes
         for shapes, (form, outputs) in self.forward.outputs.items():
             sizes = Sizes()
@@ -281,7 +280,6 @@ class Kind:
         self,
         tensors: Sequence[Tensor],
     ) -> None:
-        """Return outputs as the model did for such tensors."""
         seen = self.forward.outputs.get(shapes_of(tensors))
         if seen is not None:
             self.returns = seen[0]

@@ -301,7 +301,6 @@ class Learner(Inference):
         kind: Kind,
         sizes: Sizes,
     ) -> None:
-        """To a batch that its dimensions do not hold."""
         for name in kind.outgrown(sizes):
             kind.dims[name] = self.dimension_of(kind, name, sizes[name])
 

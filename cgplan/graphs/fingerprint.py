@@ -548,7 +548,7 @@ class Fingerprint:
             if new is not None and new.value is not place.value:
                 kind = type(new.value).__name__
                 before = type(place.value).__name__
-                lines.append(f"{place.path} is another {kind}, at capture a {before}")
+                lines.append(f"{place.path} is now another object, {kind}; at capture {before}")
         for path, held in self.contents.items():
             later = now.contents.get(path)
             if later is None or later.length == held.length:

@@ -375,7 +375,6 @@ def _floor(report: BenchReport | DoctorReport, source: str) -> Iterator[Section]
 def _parts(
     keys: Sequence[Key], each: Iterable[tuple[int, int | None]], of: CaptureReport | Predicted
 ) -> Parts:
-    """``each``: bytes of the pool and of the driver by key."""
     parts: Parts = {
         ("static buffers", "all keys"): of.static_bytes,
         ("workspaces", "all keys"): of.workspace_bytes,
@@ -423,7 +422,6 @@ def _start_up(
     each: Sequence[Mapping[str, float]],
     source: str,
 ) -> Section:
-    """``each``: seconds by phase of each key, in capture order."""
     phases = [phase for phase in each[0] if any(seconds[phase] for seconds in each)]
     rows = list[Row]()
     for key, seconds in zip(keys, each, strict=True):

@@ -255,7 +255,6 @@ def _wrapped(
     text: str,
     width: int,
 ) -> Lines:
-    """Words stay whole, a number with its unit."""
     lines: Lines = []
     joined = _UNIT.sub("\xa0", text)
     for part in joined.split("\n"):
@@ -270,7 +269,6 @@ def _wrapped(
 
 
 def _line(*parts: tuple[str, str]) -> Text:
-    """(text, style) parts; long lines run over, as rich would break words."""
     return Text.assemble(
         *parts,
         no_wrap=True,
@@ -298,7 +296,6 @@ def facts(
     rows: Iterable[Fact],
     answer: str = "",
 ) -> RenderableType:
-    """``answer``: a sentence that comes first."""
     shown = list(rows)
 
     def draw(width: int) -> Iterator[Text]:
@@ -331,7 +328,6 @@ def labelled(
 
 
 def titled(title: str, *parts: RenderableType | None) -> RenderableType:
-    """Parts under a title; None is left out."""
     shown = [part for part in parts if part is not None]
     return Group(
         sentences(

@@ -334,7 +334,7 @@ class RunnerStats:
 
 _COUNTERS = {  # descriptions, and further labels
     "replays": (
-        "Calls that a graph served, by its key.",
+        "Calls that a graph served, by its key; uniform: one of uniform decode alone.",
         ("mode", "num_tokens", "num_reqs", "uniform", "num_active_loras"),
     ),
     "batches": (

@@ -206,7 +206,10 @@ def test_activation_checkpointing_runs_the_models_own_code() -> None:
 @pytest.mark.parametrize(
     ("change", "where"),
     [
-        (lambda m: m.__setitem__(1, nn.GELU()), r"model\[1\] is another GELU, at capture a ReLU"),
+        (
+            lambda m: m.__setitem__(1, nn.GELU()),
+            r"model\[1\] is now another object, GELU; at capture ReLU",
+        ),
         (lambda m: m[0].register_forward_hook(lambda *a: a[2] * 3), r"_forward_hooks has 1"),
         (lambda m: m.append(nn.Tanh()), r"_modules has 4, at capture 3"),
         (lambda m: m.__delitem__(1), r"_modules has 2, at capture 3"),
