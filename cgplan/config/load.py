@@ -144,7 +144,9 @@ def read_config(
     overrides: Iterable[str | Override] = (),
 ) -> LoadedConfig:
     path = Path(path)
-    remedy = "Give a YAML file; `cgplan init` writes one."
+    remedy = "Give a YAML file; `cgplan init my_model.py:build > my.yaml` writes one."
+    if path.suffix.startswith(".py"):
+        raise ConfigFileError(f"{path} is a model, not its configuration", remedy=remedy)
     text = read_text(path, ConfigFileError, remedy, MOST_BYTES)
     data, lines = _parse(text, path)
     if "kind" in data:  # a report, a plan

@@ -495,8 +495,6 @@ def graphed_generate(
     that came twice before. Calls without ``past_key_values`` get a static cache of
     ``max_cache_len`` tokens, which is kept: one for each of the last 8 numbers of rows.
 
-    Calls that need another cache are the model's own, and tell why.
-
     Args:
         options: As of ``graphed``, but ``dynamic``, ``sizes`` and ``max_size``: no rows are padded.
 

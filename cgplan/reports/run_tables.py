@@ -116,7 +116,7 @@ def _capture_rows(report: CaptureReport) -> Iterator[Fact]:
     if report.capture_policy == "lazy":
         yield (
             "captures",
-            f"lazy: when a batch first asks for a key; waiting: {report.waiting}; eager: at once",
+            f"lazy: when a batch first asks for a key; waiting: {report.waiting}",
         )
     elif report.capture_policy == "adaptive":
         yield "captures", "adaptive: runner.replan() exchanges keys for those that batches ask for"

@@ -304,6 +304,7 @@ def target(name: str) -> tuple[str, ...]:
         ("OutputPathError", (*PLAN, "--html", "none/plan.html"), ["cannot write none/plan.html: No such file"]),
         ("OutputPathError", (*PLAN, "--html", "it.html", "--output", "./it.html"), ["it.html is to hold two results"]),
         ("ReportError", (*PLAN, "--costs", ""), ["cannot read ."]),
+        ("ConfigFileError", ("capture", "models.py:build"), ["models.py:build is a model", "`cgplan init"]),
         ("ConfigFileError", ("capture", "god.yaml"), ["no such file: god.yaml", "mean 'good.yaml'?"]),
         ("ModelError", ("init", "no/model"), ["no/model is neither a target nor a Hugging Face model on this machine"]),
         ("ModelError", ("init", "."), ["name a folder with a config.json"]),
