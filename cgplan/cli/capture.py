@@ -148,10 +148,7 @@ def _captured_alone(
 def _captured_on_ranks(
     command: str, request: DoctorRequest, prepared: Prepared, load: Load
 ) -> Iterator[GraphRunner]:
-    """A block with this rank's runner; what ranks share is taken down at its end.
-
-    Rank 0's plan is captured. Raises DistributedError on all ranks where one fails or differs.
-    """
+    """Rank 0's plan is captured. Raises DistributedError on all ranks where one fails."""
     config = prepared.loaded.config
     ranks = open_ranks(config.distributed, config.device)
     assert ranks

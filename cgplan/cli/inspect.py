@@ -111,10 +111,7 @@ def _split_of(loaded: LoadedConfig) -> RenderableType:
 
 
 def check_vllm(read: VllmConfig, file: Path | None) -> None:
-    """Say what vLLM captures, which batches run eagerly, and what a start's log says of memory.
-
-    Raises PlanError for sizes that vLLM does not capture, ReportError for another log.
-    """
+    """Raises PlanError for sizes that vLLM does not capture, ReportError for another log."""
     from cgplan.planning.engines import describe_batches
     from cgplan.planning.vllm_log import StartLog
 

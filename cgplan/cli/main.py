@@ -91,8 +91,6 @@ def example(*lines: str) -> str:
 
 
 def command(group: typer.Typer, *lines: str, name: str | None = None) -> Callable[[Run], Run]:
-    """A command of ``group`` with option groups, and the lines of its example."""
-
     def add(run: Run) -> Run:
         group.command(name, epilog=example(*lines))(with_options(run))
         return run
@@ -125,7 +123,6 @@ def root(
     version: Annotated[bool, Option("--version", help="Show the version and exit.")] = False,
     quiet: Annotated[bool, Option("--quiet", "-q", help="Show no progress.")] = False,
 ) -> None:
-    """Show the version, or the help where no command was given."""
     shows_progress.set(not quiet)
     on_all_ranks = ("capture", "bench", "doctor", "audit", "watch")
     if context.invoked_subcommand not in on_all_ranks and not is_first_rank():
@@ -195,7 +192,7 @@ def bench(
 def doctor(request: DoctorRequest) -> None:
     """Capture, and say how much of a step runs inside graphs.
 
-    What runs outside is listed. Where the capture fails, cudagraph_mode: AUTO is captured instead.
+    Where the capture fails, cudagraph_mode: AUTO is captured instead.
     """
     _run("doctor", request)
 
@@ -220,8 +217,8 @@ def watch(
 ) -> None:
     """Run a program, and say which of its CUDA graphs are stale.
 
-    The table comes when it ends, and on SIGUSR1. Pointers into freed memory are exit code 25; where
-    something holds the old tensor, --fail-on-stale makes them so.
+    The table comes when it ends, and on SIGUSR1. Pointers into freed memory give exit code 25;
+    --fail-on-stale gives it for all stale ones.
     """
     check_outputs((request.output, request.html), ())
     from cgplan.cli.watch import run_watch

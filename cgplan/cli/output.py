@@ -51,7 +51,7 @@ def tell(
 
 
 def show(*tables: RenderableType | None) -> None:
-    """Print tables: in the terminal's width and colours, or as plain text. None is left out."""
+    """Print tables in the terminal's width and colours, or as plain text."""
     from rich.console import Console
 
     from cgplan.reports.layout import TEXT_WIDTH, plain_text
@@ -76,10 +76,7 @@ def publish(
     html: Path | None = None,
     shown: RenderableType | None = None,
 ) -> None:
-    """Save a report as JSON and as HTML, and show it, or ``shown``, even if it cannot be saved.
-
-    ``shown`` is printed as it is, if it is text.
-    """
+    """Save a report as JSON and as HTML, and show it, or ``shown``, even if that fails."""
     from cgplan.reports import render, render_text
 
     text = report.model_dump_json(indent=2)
@@ -204,7 +201,6 @@ def wrapped(text: str) -> str:
 
 
 def prints_aside() -> AbstractContextManager[object]:
-    """A block whose prints, a model's for example, do not reach standard output."""
     return redirect_stdout(sys.stderr)
 
 
@@ -218,10 +214,7 @@ def is_first_rank() -> bool:
 
 @contextmanager
 def progress(doing: str) -> Iterator[Step]:
-    """A block that calls ``step(index, total, name)`` before each step.
-
-    A terminal shows one changing line, other outputs about ten lines; none if ``doing`` is empty.
-    """
+    """A terminal shows one changing line, other outputs about ten; none if ``doing`` is empty."""
     from rich.console import Console
     from rich.text import Text
 

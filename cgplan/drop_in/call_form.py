@@ -414,7 +414,7 @@ def share(
 
 
 class ByName(nn.Module):
-    """The model as a runner calls it: tensors by name come in, a tensor or a tuple goes out.
+    """The model with tensors by name, and a tensor or a tuple as output.
 
     Attributes:
         outputs: Form and shapes of outputs, by shapes of tensors.

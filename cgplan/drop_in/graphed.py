@@ -67,8 +67,7 @@ def _forward(
 class Graphed:
     """A model or a function that runs by captured graphs, as ``graphed`` promises.
 
-    It has the model's attributes, and owns graphs, pool and static buffers. Pickles hold no graphs.
-    Calls from several threads run one after the other.
+    It has the model's attributes, and owns graphs, pool and static buffers.
     """
 
     _calls: Calls
@@ -162,9 +161,7 @@ class Graphed:
 
     @property
     def report(self) -> CaptureReport:
-        """Of the kind with the most calls; a note counts the others. Raises CgplanError before the
-        third call.
-        """
+        """Of the kind with the most calls. Raises CgplanError before the third call."""
         report = cast(GraphRunner, self._busiest().runner).report
         kinds = len(self.runners)
         if kinds == 1:
@@ -185,7 +182,7 @@ class Graphed:
 
     @property
     def graph_calls(self) -> int:
-        """Calls that graphs answered, those of freed ones included."""
+        """Calls that graphs answered."""
         return self._calls.replayed
 
     @property
@@ -194,7 +191,7 @@ class Graphed:
         return dict(self._calls.eager)
 
     def explain(self) -> str:
-        """What was inferred, the graphs by kind of calls, and why calls ran eagerly."""
+        """Kinds of calls with their graphs, and why calls ran eagerly."""
         calls = self._calls
         learner = self._learner
         graphs = sum(len(runner.plan.keys) for runner in learner.runners)
@@ -247,13 +244,13 @@ class Graphed:
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Make the graph for such a call; tensors, attributes and torch's random numbers are put
-        back. Raises what the model raises, and InputError without arguments.
+        """Make the graph for such a call; what that writes or draws is put back. Raises what the
+        model raises, and InputError without arguments.
         """
         if self._learner.signature.parameters and not args and not kwargs:
             raise InputError(
                 f"{self._name} is warmed up by the arguments of a call, and got none",
-                remedy="Pass some for each size: g.warm_up(torch.zeros(4, 64)).",
+                remedy="Pass them for each size: g.warm_up(torch.zeros(4, 64)).",
             )
         self._calls.warm_up(args, kwargs)
 
@@ -345,7 +342,7 @@ class GraphedModule(Graphed, nn.Module):
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """The model's: pipelines ask for it, and switch adapters of their own models alone."""
+        """The model's, for which pipelines ask."""
         return type(self.__dict__.get("_module", self))
 
     def __bool__(self) -> bool:
@@ -370,7 +367,6 @@ class GraphedModule(Graphed, nn.Module):
         return self
 
     def train(self, mode: bool = True) -> Self:
-        """In training mode calls run the model's own code."""
         self._module.train(mode)
         self.__dict__["training"] = mode
         self._learner.suspect()
@@ -413,23 +409,22 @@ def graphed(
         g = cgplan.graphed(model, sizes=[1, 4, 16])
         y = g(x)
 
-    A call returns what the model returns, within rounding; docs/concepts.md has the contract. A
-    kind's first two calls run the model's own code, the third captures. If weights move, the next
-    call captures again.
+    A call returns what the model returns, within rounding. A kind's first two calls run the
+    model's own code, the third captures. If weights move, the next call captures again.
 
-    Arguments may be tensors, numbers, text, None, and dicts, lists, tuples, dataclasses and pytrees
-    of them. All but tensors are part of the kind: pass the same cache object in each call.
+    Arguments may be tensors, numbers, text, None, and pytrees and dataclasses of them. All but
+    tensors are part of the kind: pass the same cache object in each call.
 
     Args:
         model: Absent: a decorator is returned. Of a method, each object has its own graphs.
         sizes: Capture sizes, or a ladder's name; absent: powers of two.
-        max_size: A larger batch runs eagerly, or is an error (``on_miss`` in ``compilation``).
-            Absent: that of ``sizes``, or graphs grow with the batches.
+        max_size: A larger batch runs eagerly. Absent: that of ``sizes``, or graphs grow with the
+            batches.
         example: Arguments of one call, for ``warm_up``: a tensor, a sequence, or a mapping by name.
         dynamic: Dimensions that vary, by input; parts of an argument are named ``obs.position``:
             ``{"x": {0: cgplan.Dim("batch", max=64), 1: "length"}}``. ``{}``: none.
             Absent: dimension 0 of the inputs that agree in it.
-        pad: Values of padding by input, where it is not 0: those alone have to be harmless.
+        pad: Harmless values of padding by input. Absent: copies of a row, or 0.
         max_graphs: Most graphs held; the least used go.
         device: Absent: the model's, or that of the tensors.
         compilation: More settings. ``capture_policy: eager``: the first call warms up.
@@ -491,16 +486,15 @@ def graphed_generate(
         cgplan.graphed_generate(lm, max_cache_len=1024)
         tokens = lm.generate(prompt, max_new_tokens=100)
 
-    A decoder's tokens run by one graph for each number of rows, and prompts by one for each length
-    that came twice before. Calls without ``past_key_values`` get a static cache of
-    ``max_cache_len`` tokens, which is kept: one for each of the last 8 numbers of rows.
+    Tokens run by one graph for each number of rows, and prompts by one for each length that came
+    twice before. Calls without ``past_key_values`` get a static cache of ``max_cache_len`` tokens,
+    one for each of the last 8 numbers of rows.
 
     Args:
         options: As of ``graphed``, but ``dynamic``, ``sizes`` and ``max_size``: no rows are padded.
 
     Raises ConfigError for other options, and for models other than transformers' decoders;
-    ``generate`` raises InputError for more tokens than the cache holds. Threads generate one after
-    the other.
+    ``generate`` raises InputError for more tokens than the cache holds.
     """
     if type(max_cache_len) is not int or max_cache_len < 1:
         raise ConfigError(

@@ -168,8 +168,8 @@ class Kind:
         *,
         is_moved: bool,
     ) -> None:
-        """Free a changed model's graphs. If tensors only moved, the next call captures. Where
-        no call was replayed since, the model changes too often: the kind begins anew.
+        """After a change of the model. Where no call was replayed since the last one, it changes
+        too often: the kind begins anew.
         """
         served = False
         if self.runner is not None:

@@ -93,7 +93,7 @@ UNITS: Mapping[Format, str] = {
 
 
 class Section(NamedTuple):
-    """A section without charts is open; a long one can be searched."""
+    """Without charts it is open."""
 
     title: str
     about: str
