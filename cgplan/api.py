@@ -76,8 +76,7 @@ def capture(
         ModelError: the model cannot be loaded or called.
         CaptureError: see CaptureSession.run.
     """
-    sizes = 'Sizes are compilation={"cudagraph_capture_sizes": [1, 4]}.'
-    refuse_others(capture, others, sizes)
+    refuse_others(capture, others, 'Sizes are compilation={"cudagraph_capture_sizes": [1, 4]}.')
     if model is not None:
         refuse_no_model(model)
     sections = {

@@ -21,7 +21,7 @@ from cgplan.backends.replacing import setting
 from cgplan.config.load import writing
 from cgplan.drop_in.call_form import module_of, share
 from cgplan.drop_in.calls import Calls
-from cgplan.drop_in.inference import Settings
+from cgplan.drop_in.inference import BATCH, Settings
 from cgplan.drop_in.kinds import Kind
 from cgplan.drop_in.learner import Learner
 from cgplan.drop_in.saved_call import config_text, target_of
@@ -232,8 +232,7 @@ class Graphed:
         for index, shape in enumerate(kind.shapes):
             extents = ", ".join(map(str, shape))
             if kind.is_exact:
-                for name, dim in kind.dims.items():
-                    extents = extents.replace(name, str(dim.max))
+                extents = extents.replace(BATCH, str(kind.dims[BATCH].max))
             notes.append(f"output {index}: [{extents}]")
         if True in kind.requires_grad and not self._settings.recomputes:
             notes.append("backward through its outputs raises GradientError")
@@ -577,8 +576,11 @@ class _Generate:
             )
             self._tell(reason)
             eager = vars(model.forward)["_calls"].own_code_reason
-            caches = [given[name] for name in CACHE_ARGUMENTS if name in given]
-            is_static = any(getattr(cache, "is_compileable", True) for cache in caches)
+            is_static = any(
+                getattr(given[name], "is_compileable", True)
+                for name in CACHE_ARGUMENTS
+                if name in given
+            )
             with nullcontext() if is_static else setting(eager, reason):
                 return own(model, inputs, generation_config, *others, **given)
         length = prompt.shape[1]

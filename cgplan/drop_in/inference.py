@@ -197,10 +197,9 @@ class Inference:
             if value is not None:
                 kind.notes.append(f"{path} = {value!r:.40}")
         tail = call.tail
-        mode = "grad mode" if tail.is_grad else "no_grad"
+        kind.notes.append("grad mode" if tail.is_grad else "no_grad")
         if torch.is_inference_mode_enabled():
-            mode = "no_grad; first called in inference_mode"
-        kind.notes.append(mode)
+            kind.notes.append("first called in inference_mode")
         if tail.autocast:
             kind.notes.append(f"autocast {tail.autocast}")
         for name, size in kind.sizes_of(call.tensors).items():
