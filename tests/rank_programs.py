@@ -63,7 +63,11 @@ def tried(call: Callable[[], Any]) -> Said:
 
 def config_of(**settings: Any) -> Config:
     """Of the model below."""
-    compilation = {"cudagraph_capture_sizes": [1, 4], **settings.pop("compilation", {})}
+    compilation = {
+        "cudagraph_capture_sizes": [1, 4],
+        "all_reduce": "custom",
+        **settings.pop("compilation", {}),
+    }
     distributed = {
         "timeout": patience(),
         "all_reduce_max_size": 1 << 16,

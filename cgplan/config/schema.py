@@ -480,8 +480,8 @@ class CompilationConfig(Section):
     code then needs the host.
     """
     all_reduce: Literal["auto", "custom", "nccl"] = "auto"
-    """custom: cgplan's kernels over registered graph buffers (shared memory on the CPU). nccl:
-    torch.distributed (gloo on the CPU). auto: custom if it works, else nccl.
+    """custom: cgplan's kernels over registered graph buffers (on the CPU a slow stand-in). nccl:
+    torch.distributed (gloo on the CPU). auto: custom on GPUs where it works, else nccl.
     """
     on_miss: Literal["eager", "error"] = "eager"
     """What becomes of a batch without a graph."""

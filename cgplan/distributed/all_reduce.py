@@ -3,8 +3,8 @@
 
 Note [Unfinished sums]
     Where a rank left a sum, the next sum would take the others' parts for its own. So a rank that
-    left a sum on the CPU does no other until `begin_pass` on all ranks makes new signals and, for
-    gloo, a new group. On a GPU `abort`, or their bound, ends waits of custom kernels. A sum that
+    left a sum on the CPU does no other until `begin_pass` on all ranks, which makes a new group for
+    gloo. On a GPU `abort`, or their bound, ends waits of custom kernels. A sum that
     waits in NCCL ends only with its communicator, whose kernels graphs may hold: torch's watchdog
     ends the process.
 """

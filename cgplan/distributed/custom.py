@@ -6,10 +6,7 @@ import ctypes
 import importlib
 import logging
 import math
-import os
-import time
 from abc import abstractmethod
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,10 +46,6 @@ _BLOCK_BYTES = _WARPS * 32 * PACK_BYTES
 # a look takes about a microsecond; kernels have no clock
 _LOOKS_PER_SECOND = 1 << 20
 
-_RECORD = 1 + 64  # words: dtype and shape
-_SPINS = 200
-_SAME_CALLS = "Every rank has to make the same calls in the same order."
-
 
 class CustomAllReduce(AllReduce):
     """Sums over registered buffers; owns its transport."""
@@ -64,7 +57,6 @@ class CustomAllReduce(AllReduce):
         ranks: Ranks,
         backend: GraphBackend,
         transport: MemoryTransport,
-        signal_bytes: int,
         fallback: AllReduce,
         settings: DistributedConfig,
     ) -> None:
@@ -72,8 +64,6 @@ class CustomAllReduce(AllReduce):
         self._transport = transport
         self._max_bytes = settings.all_reduce_max_size
         self.registry = GraphBufferRegistry(ranks, transport, backend.device, settings.table_rows)
-        self._own = transport.empty(signal_bytes)
-        self._addresses = self.registry.open_block("signals", self._own)
         self._staging = transport.empty(self._max_bytes)
         row = self.registry.open_block("staging buffers", self._staging)
         self._staging_row = torch.tensor(row, dtype=torch.int64, device=backend.device)
@@ -167,11 +157,12 @@ class CudaAllReduce(CustomAllReduce):
         self._limit = min(int(ranks.timeout * _LOOKS_PER_SECOND), (1 << 31) - 1)
         self._signal_bytes = _MOST_BLOCKS * ranks.world_size * 4
         most_packs = math.ceil(settings.all_reduce_max_size / PACK_BYTES / ranks.world_size)
-        transport = CudaIpcTransport(ranks.device)
-        nbytes = self._signal_bytes + most_packs * PACK_BYTES
-        super().__init__(ranks, backend, transport, nbytes, fallback, settings)
         device = ranks.device
-        self._signals = torch.tensor(self._addresses, dtype=torch.int64, device=device)
+        transport = CudaIpcTransport(device)
+        super().__init__(ranks, backend, transport, fallback, settings)
+        self._own = transport.empty(self._signal_bytes + most_packs * PACK_BYTES)
+        addresses = self.registry.open_block("signals", self._own)
+        self._signals = torch.tensor(addresses, dtype=torch.int64, device=device)
         self._counts = torch.zeros(_MOST_BLOCKS, dtype=torch.int32, device=device)
         self._error = torch.zeros(1, dtype=torch.int32, device=device)
         self._aborted = torch.full((1,), ABORTED, dtype=torch.int32).pin_memory()
@@ -220,7 +211,7 @@ class CudaAllReduce(CustomAllReduce):
         raise AllReduceError(
             f"an all-reduce on rank {self.rank} {ended}: a rank did not come to it, and sums since "
             "then are wrong",
-            remedy=_SAME_CALLS,
+            remedy="Every rank has to make the same calls in the same order.",
         )
 
     def _grid(self, nbytes: int) -> tuple[int]:
@@ -229,30 +220,20 @@ class CudaAllReduce(CustomAllReduce):
 
 
 class CpuAllReduce(CustomAllReduce):
-    """Barriers are those of Note [Signals] in triton_kernels.py, by one count for each rank. Each
-    place is one aligned word with one writer. A yield, which passes through locks, before each
-    write and after each wait orders data and counts on any processor. After the counts are records
-    of inputs.
-    """
+    """It tries the registration without a GPU; ranks meet in their store."""
 
     def __init__(
-        self, ranks: Ranks, backend: GraphBackend, fallback: AllReduce, settings: DistributedConfig
+        self,
+        ranks: Ranks,
+        backend: GraphBackend,
+        fallback: AllReduce,
+        settings: DistributedConfig,
     ) -> None:
-        words = (1 + _RECORD) * ranks.world_size
-        super().__init__(
-            ranks,
-            backend,
-            SharedMemoryTransport(),
-            8 * words,
-            fallback,
-            settings,
-        )
-        signals: Any = ctypes.c_uint64 * words
-        self._signals = [signals.from_address(address) for address in self._addresses]
-        self._count = 0
+        transport = SharedMemoryTransport()
+        super().__init__(ranks, backend, transport, fallback, settings)
 
     def run(self, x: Tensor, out: Tensor, row: Tensor) -> None:
-        """Barrier, sum in float32 in the order of the ranks, barrier.
+        """Sums in float32 in the order of the ranks.
 
         Raises:
             RankMismatchError: shapes or dtypes differ, on all ranks; sums may go on.
@@ -263,79 +244,23 @@ class CpuAllReduce(CustomAllReduce):
         if not all(addresses):
             raise _unregistered()
         with self.whole_sum():
-            record = [x.dim() * len(DTYPES) + DTYPES.index(x.dtype), *x.shape]
-            at = self.world_size + self.rank * _RECORD
-            for signals in self._signals:
-                signals[at : at + len(record)] = record
-            self._barrier()
-            unlike = self._unlike()
-            if unlike is None:
-                memory = ctypes.c_char * x.nbytes
-                inputs = [memory.from_address(address) for address in addresses]
-                first, *others = [torch.frombuffer(theirs, dtype=x.dtype) for theirs in inputs]
-                total = first.to(torch.float32, copy=True)
-                for theirs in others:
-                    total += theirs
-                out.view(-1).copy_(total)
-            # before any next input or record
-            self._barrier()
-        if unlike is not None:
-            raise unlike
-
-    def reset(self) -> None:
-        self._count = 0
-        self._is_unfinished = False
-        self._own.zero_()
-
-    def _unlike(self) -> RankMismatchError | None:
-        """The same on all ranks."""
-        told = self._signals[self.rank]
-        records = []
-        for at in range(self.world_size, len(told), _RECORD):
-            end = at + 1 + told[at] // len(DTYPES)
-            records.append(told[at:end])
-        for rank, record in enumerate(records):
-            if record != records[0]:
-                return RankMismatchError(
-                    f"rank {rank} came to all-reduce {(self._count + 1) // 2} with "
-                    f"{_described(record)}, rank 0 with {_described(records[0])}",
+            told = self.ranks.meet_in_sum(f"{list(x.shape)} {x.dtype}")
+        for rank, theirs in enumerate(told):
+            if theirs != told[0]:
+                raise RankMismatchError(
+                    f"rank {rank} came to an all-reduce with {theirs}, rank 0 with {told[0]}",
                     remedy=SUM_ALIKE,
                 )
-        return None
+        with self.whole_sum():
+            total = torch.zeros(x.numel())
+            memory = ctypes.c_char * x.nbytes
+            for address in addresses:
+                total += torch.frombuffer(memory.from_address(address), dtype=x.dtype)
+            out.view(-1).copy_(total)
+            self.ranks.meet_in_sum("")  # before the inputs change
 
-    def _barrier(self) -> None:
-        world = self.world_size
-        own = self._signals[self.rank]
-        self._count += 1
-        time.sleep(0)
-        for signals in self._signals:
-            signals[self.rank] = self._count
-        spins = 0
-        deadline = time.monotonic() + self.ranks.timeout
-        while min(own[:world]) < self._count:
-            spins += 1
-            if spins < _SPINS:
-                os.sched_yield()
-                continue
-            time.sleep(2e-5 if spins < 50 * _SPINS else 1e-3)
-            if spins % 256:
-                continue
-            self.ranks.check()
-            if time.monotonic() > deadline:
-                late = [str(peer) for peer in range(world) if own[peer] < self._count]
-                error = AllReduceError(
-                    f"rank {', '.join(late)} did not come to an all-reduce within "
-                    f"{self.ranks.timeout:g} s",
-                    remedy=_SAME_CALLS,
-                )
-                self.ranks.leave(error)
-                raise error
-        time.sleep(0)
-
-
-def _described(record: list[int]) -> str:
-    first, *shape = record
-    return f"{shape} {DTYPES[first % len(DTYPES)]}"
+    def reset(self) -> None:
+        self._is_unfinished = False
 
 
 def open_all_reduce(config: Config, ranks: Ranks, backend: GraphBackend) -> AllReduce:
@@ -344,6 +269,9 @@ def open_all_reduce(config: Config, ranks: Ranks, backend: GraphBackend) -> AllR
     """
     wanted = config.compilation.all_reduce
     collective = CollectiveAllReduce(ranks, backend)
+    on_cpu = ranks.device.type == "cpu"
+    if wanted == "auto" and on_cpu:
+        wanted = "nccl"
     if wanted == "nccl":
         return collective
     reasons = ranks.agree("the choice of the all-reduce", value=_why_not(ranks))
@@ -359,7 +287,7 @@ def open_all_reduce(config: Config, ranks: Ranks, backend: GraphBackend) -> AllR
                     "custom all-reduce: rank %d: %s; %s does it", rank, reason, collective.name
                 )
             return collective
-    kind = CpuAllReduce if ranks.device.type == "cpu" else CudaAllReduce
+    kind = CpuAllReduce if on_cpu else CudaAllReduce
     return kind(ranks, backend, collective, config.distributed)
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -74,6 +74,8 @@ class Ranks:
         self.world_size = self.place.world_size
         self.group = dist.group.WORLD
         self._steps = 0
+        self._sums = 0  # since the last step
+        self._told = list[str]()
         self._has_announced = False
 
     def new_group(self) -> Any:
@@ -111,8 +113,9 @@ class Ranks:
             self._look_for_lost()
             if error is not None:
                 self.announce(error)
-            answers = self._exchange(step, packed)
+            answers = self._exchange(step, packed, f"{self._steps}", self._look_for_lost)
         self._steps += 1
+        self._sums = 0
         self._has_announced = False
         self.agreed_on = _failure_of(answers, error)
         if self.agreed_on is error is not None:
@@ -120,6 +123,13 @@ class Ranks:
         if self.agreed_on is not None:
             raise self.agreed_on from error
         return [found.value for found in answers]
+
+    def meet_in_sum(self, value: str) -> list[str]:
+        """Every rank's value. Raises RankFailedError as ``check``, and for a late rank."""
+        self._sums += 1
+        place = f"{self._steps}/sum {self._sums}"
+        with self._asking("an all-reduce"):
+            return self._exchange("an all-reduce", pickle.dumps(value), place, self.check)
 
     def announce(self, error: BaseException) -> None:
         """This rank brings no data before the next step."""
@@ -192,13 +202,16 @@ class Ranks:
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         self.close(error)
 
-    def _exchange(self, step: str, packed: bytes) -> list[_Answer]:
+    def _exchange(
+        self, step: str, packed: bytes, place: str, meanwhile: Callable[[], None]
+    ) -> list[Any]:
         """A rank that failed waits longer: others may be in a sum."""
         patience = self.timeout
-        keys = [f"{self._steps}/{rank}" for rank in range(self.world_size)]
+        keys = [f"{place}/{rank}" for rank in range(self.world_size)]
+        self._told.append(keys[self.rank])
         self.store.set(keys[self.rank], packed)
         seconds = 2 * patience if self._has_announced else patience
-        absent = absent_from(self.store, keys, seconds, self._look_for_lost)
+        absent = absent_from(self.store, keys, seconds, meanwhile)
         if absent:
             error = RankFailedError(
                 f"rank {', '.join(absent)} did not come to {step} within {patience:g} s: it has "
@@ -209,8 +222,8 @@ class Ranks:
             self.leave(error)
             raise error
         answers = [pickle.loads(self.store.get(key)) for key in keys]
-        if self._steps > 1:  # all have read it
-            self.store.delete_key(f"{self._steps - 2}/{self.rank}")
+        if len(self._told) > 2:  # all have read it
+            self.store.delete_key(self._told.pop(0))
         return answers
 
     def _look_for_lost(self) -> None:

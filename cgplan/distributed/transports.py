@@ -106,104 +106,68 @@ def uses_expandable_segments() -> bool:
     return bool(settings.get("expandable_segments", False))
 
 
-_BLOCK_BYTES = 1 << 20
+_ARENA_BYTES = 1 << 40  # of addresses; memory is taken as it is written
 _ALIGNMENT = 64
 
 
-def _rounded(nbytes: int, unit: int) -> int:
-    return math.ceil(nbytes / unit) * unit
+class SharedMemoryTransport:
+    """A sparse file without a name, which other processes can map."""
 
+    def __init__(self) -> None:
+        self._file = os.memfd_create("cgplan", os.MFD_CLOEXEC)
+        os.ftruncate(self._file, _ARENA_BYTES)
+        self._memory = mmap.mmap(self._file, _ARENA_BYTES)
+        self._whole = torch.frombuffer(self._memory, dtype=torch.uint8)  # an audit finds it
+        self._kept = 0  # bytes
+        self._used = 0
+        self._opened: dict[int, Tensor] = {}
 
-class _Block:
-    """A nameless file, mapped while a tensor lies on it."""
+    def empty(self, nbytes: int) -> Tensor:
+        taken = self._take(nbytes)
+        self._kept = self._used
+        return taken
 
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = _rounded(nbytes, mmap.PAGESIZE)
-        self.file = os.memfd_create("cgplan", os.MFD_CLOEXEC)
-        os.ftruncate(self.file, self.nbytes)
-        self.used = 0
-        self.memory = mmap.mmap(self.file, self.nbytes)
-        self.whole = torch.frombuffer(self.memory, dtype=torch.uint8)  # an audit finds it
-        self.base = self.whole.data_ptr()
+    def place(self, tensor: Tensor) -> Tensor:
+        with torch.inference_mode(False):
+            return self._take(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
 
-    def take(self, nbytes: int) -> Tensor:
-        start = self.used
-        self.used += _rounded(nbytes, _ALIGNMENT)
+    def export(self, address: int) -> ExportedMemory:
+        path = f"/proc/{os.getpid()}/fd/{self._file}"
+        return ExportedMemory(path, address - self._whole.data_ptr(), self._used)
+
+    def open(self, memory: ExportedMemory) -> int:
+        try:
+            with open(memory.handle, "r+b") as file:
+                mapped = mmap.mmap(file.fileno(), memory.nbytes)
+        except OSError as error:
+            raise RegistrationError(
+                f"shared memory of another rank cannot be opened: {error.strerror}",
+                remedy="All ranks have to run on one machine, as the same user, in one namespace "
+                "of processes.",
+            ) from error
+        tensor = torch.frombuffer(mapped, dtype=torch.uint8)
+        self._opened[tensor.data_ptr()] = tensor
+        return tensor.data_ptr()
+
+    def close(self, base: int) -> None:
+        del self._opened[base]
+
+    def forget(self) -> None:
+        self._used = self._kept
+
+    def free(self) -> None:
+        os.close(self._file)
+
+    def _take(self, nbytes: int) -> Tensor:
+        start = self._used
+        self._used += math.ceil(nbytes / _ALIGNMENT) * _ALIGNMENT
+        # with a storage of its own
         return torch.frombuffer(
-            self.memory,
+            self._memory,
             dtype=torch.uint8,
             count=nbytes,
             offset=start,
         )
-
-
-class SharedMemoryTransport:
-    """Blocks that other processes can map."""
-
-    def __init__(self) -> None:
-        self._own: list[_Block] = []
-        self._placed: list[_Block] = []
-        self._opened: dict[int, mmap.mmap] = {}
-
-    def empty(self, nbytes: int) -> Tensor:
-        block = _Block(nbytes)
-        self._own.append(block)
-        return block.take(nbytes)
-
-    def place(self, tensor: Tensor) -> Tensor:
-        nbytes = tensor.nbytes
-        block = self._placed[-1] if self._placed else None
-        if block is None or block.used + nbytes > block.nbytes:
-            block = _Block(max(nbytes, _BLOCK_BYTES))
-            self._placed.append(block)
-        with torch.inference_mode(False):
-            taken = block.take(nbytes).view(tensor.dtype)
-            return taken.view(tensor.shape)
-
-    def export(self, address: int) -> ExportedMemory:
-        for block in (*self._own, *self._placed):
-            offset = address - block.base
-            if 0 <= offset < block.nbytes:
-                handle = (os.getpid(), block.file)
-                return ExportedMemory(
-                    handle,
-                    offset,
-                    block.nbytes,
-                )
-        raise AssertionError("the address lies in no block")
-
-    def open(self, memory: ExportedMemory) -> int:
-        pid, file = memory.handle
-        try:
-            descriptor = os.open(f"/proc/{pid}/fd/{file}", os.O_RDWR)
-        except OSError as error:
-            raise RegistrationError(
-                f"shared memory of process {pid} cannot be opened: {error.strerror}",
-                remedy="All ranks have to run on one machine, as the same user, in one namespace "
-                "of processes.",
-            ) from error
-        try:
-            mapped = mmap.mmap(descriptor, memory.nbytes)
-        finally:
-            os.close(descriptor)
-        base = torch.frombuffer(mapped, dtype=torch.uint8).data_ptr()
-        self._opened[base] = mapped
-        return base
-
-    def close(self, base: int) -> None:
-        del self._opened[base]  # mapped until the last tensor goes
-
-    def forget(self) -> None:
-        _drop(self._placed)
-
-    def free(self) -> None:
-        _drop(self._placed)
-        _drop(self._own)
-
-
-def _drop(blocks: list[_Block]) -> None:
-    while blocks:
-        os.close(blocks.pop().file)
 
 
 MemoryTransport = CudaIpcTransport | SharedMemoryTransport

@@ -29,7 +29,7 @@ def test_sums_are_right_through_many_replays(world_size: int, dtype: torch.dtype
     found = values(run_ranks(world_size, programs.replays, dtype, [(3, 8), (5, 40)], 3, 12))
     for registration in found:
         assert registration.rows == 6
-        assert registration.mapped_bytes == (world_size - 1) << 20
+        assert 1 << 16 < registration.mapped_bytes // (world_size - 1) < 1 << 17
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -45,7 +45,7 @@ def test_a_session_captures_registers_and_captures_again(world_size: int) -> Non
         assert [record.rank for record in records] == list(range(world_size))
         for record in records:
             assert (record.all_reduce, record.rows) == ("custom", 4)
-            assert record.mapped_bytes == (world_size - 1) << 20
+            assert 1 << 16 < record.mapped_bytes // (world_size - 1) < 1 << 17
             assert 0 < record.registration_seconds < record.session_seconds
 
 
@@ -71,14 +71,8 @@ def test_the_custom_all_reduce_says_once_what_it_leaves_to_others() -> None:
         ])  # fmt: skip
 
 
-def test_auto_is_torch_distributed_where_custom_cannot_work() -> None:
-    for rank, (name, said, sums) in enumerate(values(run_ranks(2, programs.choice, "auto", 2))):
-        assert (name, sums) == ("nccl", SUMS)
-        assert said == (
-            []
-            if rank
-            else ["custom all-reduce: rank 0: the ranks are on several machines; nccl does it"]
-        )
+def test_auto_is_torch_distributed_on_the_cpu() -> None:
+    assert values(run_ranks(2, programs.choice, "auto")) == [("nccl", [], SUMS)] * 2
 
 
 def test_what_was_asked_for_and_cannot_work_is_an_error_on_all_ranks() -> None:
