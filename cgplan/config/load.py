@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import gzip
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,10 +16,8 @@ from cgplan.config.schema import Config
 from cgplan.errors import CgplanError, ConfigError, ConfigFileError, OutputPathError, did_you_mean
 from cgplan.units import format_bytes
 
-LONGEST_NUMBER = 1000  # characters: `1:1:1`, to the base of 60, takes quadratic time
 MOST_VALUES = 10_000  # of a document; each alias counts
 MOST_BYTES = 1 << 20
-DEEPEST = 50
 
 
 @contextmanager
@@ -42,8 +37,8 @@ def read_text(
     remedy: str,
     most: int | None = None,
 ) -> str:
-    """Text of a UTF-8 file, without a byte order mark; without ``most`` also one packed by gzip, or
-    by Zstandard (package zstandard). Raises ``error``, also if it has more than ``most`` bytes.
+    """Text of a UTF-8 file, without a byte order mark. Raises ``error``, also if it has more than
+    ``most`` bytes.
     """
     path = Path(path)
     try:
@@ -61,41 +56,13 @@ def read_text(
     except OSError as failure:
         raise error(f"cannot read {path}: {failure.strerror or failure}", remedy=remedy) from None
     try:
-        if most is None:
-            data = _unpacked(data)
-    except (ImportError, EOFError, OSError, zlib.error, ValueError) as failure:
-        raise error(
-            f"{path} cannot be unpacked: {failure}",
-            remedy=f"Unpack it: <(zcat {path}) or <(zstdcat {path}) in place of the file.",
-        ) from None
-    try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as failure:
         line = data.count(b"\n", 0, failure.start) + 1
         raise error(
             f"{path}:{line}: not UTF-8 text",
-            remedy=f"Unpack it, or save it as UTF-8. {remedy}",
+            remedy=f"Save it as UTF-8; of a packed file give <(zcat {path}). {remedy}",
         ) from None
-
-
-def _unpacked(data: bytes) -> bytes:
-    """What a gzip or Zstandard file holds; other data as they are."""
-    if data.startswith(b"\x1f\x8b"):
-        return gzip.decompress(data)
-    if data.startswith(b"\x28\xb5\x2f\xfd"):
-        zstandard = import_module("zstandard")
-        parts: list[bytes] = []
-        while data:
-            frame = zstandard.ZstdDecompressor().decompressobj()
-            try:
-                parts.append(frame.decompress(data))
-            except zstandard.ZstdError as failure:
-                raise ValueError(str(failure)) from None
-            if not frame.eof:
-                raise EOFError("it was cut off")
-            data = frame.unused_data
-        return b"".join(parts)
-    return data
 
 
 class Override(NamedTuple):
@@ -213,35 +180,19 @@ def validate_config(data: Mapping[str, Any]) -> Config:
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses keys that stand twice, and documents that are too large with their aliases."""
+    """Refuses keys that stand twice, and documents that are too large."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
-        self._depth = 0
-        self._values = 0
-        self._sizes: dict[yaml.Node, int] = {}
+        self.lines: dict[Path_, int] = {}  # from 1
 
-    def compose_node(
-        self,
-        parent: yaml.Node | None,
-        index: Any,
-    ) -> yaml.Node | None:
-        is_alias = self.check_event(yaml.AliasEvent)
-        mark = self.current_event.start_mark
-        before = self._values
-        self._depth += 1
-        if self._depth > DEEPEST:
-            raise _refusal(f"more than {DEEPEST} values inside each other", mark)
-        node = super().compose_node(parent, index)
-        self._depth -= 1
-        if node is not None:
-            if is_alias and node not in self._sizes:
-                raise _refusal("an alias inside of what it stands for", mark)
-            size = self._values - before + 1
-            self._values = before + self._sizes.setdefault(node, size)
-        if self._values > MOST_VALUES:
-            raise _refusal(f"more than {MOST_VALUES:,} values", mark)
-        return node
+    def construct_document(self, node: yaml.Node) -> Any:
+        for number, _ in enumerate(_lines(node, ())):
+            if number == MOST_VALUES:
+                raise _refusal(f"more than {MOST_VALUES:,} values", node.start_mark)
+        data = super().construct_document(node)
+        self.lines = dict(_lines(node, ()))
+        return data
 
     def construct_object(
         self,
@@ -249,10 +200,6 @@ class _Loader(yaml.SafeLoader):
         deep: bool = False,
     ) -> Any:
         kind = node.tag.rpartition(":")[2]
-        is_scalar = isinstance(node, yaml.ScalarNode) and kind != "str"
-        if is_scalar and len(node.value) > LONGEST_NUMBER:
-            problem = f"{kind} of more than {LONGEST_NUMBER:,} characters"
-            raise _refusal(problem, node.start_mark)
         try:
             return super().construct_object(node, deep)
         except yaml.YAMLError:
@@ -298,9 +245,7 @@ def _parse(text: str, path: Path) -> tuple[dict[str, Any], dict[Path_, int]]:
     """The document and the line (from 1) of each key."""
     try:
         loader = _Loader(text)
-        node = loader.get_single_node()
-        data = {} if node is None else loader.construct_document(node)
-        lines = dict(_lines(node, ()))
+        data = loader.get_single_data()
     except Exception as error:  # of PyYAML's scanner: OverflowError for "\\U99999999"
         mark = getattr(error, "problem_mark", None)
         where = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
@@ -308,15 +253,16 @@ def _parse(text: str, path: Path) -> tuple[dict[str, Any], dict[Path_, int]]:
             f"{path}{where}: not valid YAML: {_problem(error)}",
             remedy="Correct that line: its indentation, quotes, or a key that stands twice.",
         ) from None
+    data = {} if data is None else data
     if not isinstance(data, dict):
         raise ConfigFileError(
             f"{path}: the file holds a {type(data).__name__}, not a mapping",
             remedy="Start with keys such as `model:`; `cgplan init` writes an example.",
         )
-    return data, lines
+    return data, loader.lines
 
 
-def _lines(node: yaml.Node | None, path: Path_) -> Iterator[tuple[Path_, int]]:
+def _lines(node: yaml.Node, path: Path_) -> Iterator[tuple[Path_, int]]:
     """Merged keys come before a node's own; the last line counts."""
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
@@ -335,7 +281,7 @@ def _override(data: dict[str, Any], override: Override) -> str:
     dotted, equals, value = text.partition("=")
     dotted = dotted.strip()
     parts = dotted.split(".")
-    if not equals or "" in parts or len(parts) > DEEPEST + 1:
+    if not equals or "" in parts:
         raise ConfigError(
             f"--set {text[:80]!r} is not of the form key=value",
             remedy="Write a dotted key, as in --set compilation.cudagraph_mode=FULL.",

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import random
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +44,6 @@ def _trace(home: Path) -> None:
     rows = [f"{n * 0.05:.2f},{50 + n % 100},{20 + n % 40}" for n in range(100)]
     text = "\n".join(["Timestamp,Request tokens,Response tokens", *rows]) + "\n"
     (home / "trace.csv").write_text(text)
-    (home / "trace.csv.gz").write_bytes(gzip.compress(text.encode()))
     (home / "times.csv").write_text(TIMES.format(piecewise=5000))
 
 
@@ -442,37 +439,6 @@ def test_memory_of_graphs_is_told_as_tokens_of_kv_cache(
     )
     assert given is not None
     assert int(given[1].replace(",", "")) == pytest.approx(tokens * 0.53687, abs=1)
-
-
-def test_packed_traces(home: Path) -> None:
-    packed = [part.replace("trace.csv", "trace.csv.gz") for part in GIVEN]
-    assert plan_of(*packed, "--max-graphs", "8").keys == plan_of(*GIVEN, "--max-graphs", "8").keys
-    (home / "trace.csv.gz").write_bytes(b"\x1f\x8b\x08broken")
-    assert "cannot be unpacked" in refused(errors.TrafficError, *packed)
-
-
-def test_traces_packed_by_zstandard(home: Path) -> None:
-    zstandard = pytest.importorskip("zstandard")
-    packed = [part.replace("trace.csv", "trace.csv.zst") for part in GIVEN]
-    text = (home / "trace.csv").read_bytes()
-    (home / "trace.csv.zst").write_bytes(zstandard.ZstdCompressor().compress(text))
-    assert plan_of(*packed, "--max-graphs", "8").keys == plan_of(*GIVEN, "--max-graphs", "8").keys
-    half = len(text) // 2
-    frames = [zstandard.ZstdCompressor().compress(part) for part in (text[:half], text[half:])]
-    (home / "trace.csv.zst").write_bytes(b"".join(frames))
-    assert plan_of(*packed, "--max-graphs", "8").keys == plan_of(*GIVEN, "--max-graphs", "8").keys
-    for broken in (b"\x28\xb5\x2f\xfdbroken", b"".join(frames)[:-9]):
-        (home / "trace.csv.zst").write_bytes(broken)
-        assert "cannot be unpacked" in refused(errors.TrafficError, *packed)
-
-
-def test_without_zstandard_its_traces_are_refused(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "zstandard", None)
-    (home / "trace.csv.zst").write_bytes(b"\x28\xb5\x2f\xfd")
-    packed = [part.replace("trace.csv", "trace.csv.zst") for part in GIVEN]
-    assert "zstdcat trace.csv.zst" in refused(errors.TrafficError, *packed)
 
 
 # --- what is simulated ---------------------------------------------------------------------------------------

@@ -41,18 +41,17 @@ def test_an_empty_file_is_all_defaults(write: Any) -> None:
         ("device: !!float _\n", ":1:9", "'_' is no float"),
         ("device: !!bool abc\n", ":1:9", "'abc' is no bool"),
         ('device: "\\U99999999"\n', "", "too large to convert"),
-        (f"device: {'[' * 3000}\n", ":1:58", "more than 50 values inside each other"),
-        (f"device: 1{':1' * 1000}\n", ":1:9", "int of more than 1,000 characters"),
-        ("device: &a [*a]\n", ":1:13", "an alias inside of what it stands for"),
-        (f"device: [{BOMB}]\n", ":1:226", "more than 10,000 values"),
+        (f"device: {'[' * 3000}\n", "", "maximum recursion depth exceeded"),
+        ("device: &a [*a]\n", "", "maximum recursion depth exceeded"),
+        (f"device: [{BOMB}]\n", ":1:1", "more than 10,000 values"),
         (
             f"device: {{{BOMB.replace('[', '{<<: [').replace(']', ']}')}}}\n",
-            ":1:244",
+            ":1:1",
             "more than 10,000 values",
         ),
-        (f"device: {[1] * 10_001}\n", ":1:30007", "more than 10,000 values"),
+        (f"device: {[1] * 10_001}\n", ":1:1", "more than 10,000 values"),
     ],
-    ids=range(15),
+    ids=range(14),
 )
 def test_text_that_is_not_yaml(refusal: Any, text: str, where: str, complaint: str) -> None:
     message = refusal(text, kind=ConfigFileError)
@@ -117,7 +116,6 @@ def test_an_override_of_a_section_replaces_it_and_its_origins(write: Any) -> Non
     [
         ("device", "not of the form key=value"),
         ("a..b=1", "not of the form key=value"),
-        (f"model.kwargs{'.a' * 3000}=1", "not of the form key=value"),
         (
             "device=[",
             "--set device: the value is not YAML: expected the node content, but found '<stream end>'",
