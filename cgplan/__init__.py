@@ -62,7 +62,6 @@ if TYPE_CHECKING:
     from cgplan.runner.manager import CudaGraphManager, capture_together
     from cgplan.runner.runner import GraphRunner
     from cgplan.runner.session import CaptureSession
-    from cgplan.speculative.manager import SpecDecodeGraphManager
 
 __all__ = [
     "AddressError",
@@ -114,7 +113,6 @@ __all__ = [
     "RendezvousError",
     "ReportError",
     "SealedError",
-    "SpecDecodeGraphManager",
     "StepTimeError",
     "TrafficError",
     "UpTo",
@@ -150,7 +148,6 @@ _HOMES = {
     "cgplan.models.loading": ("load_model",),
     "cgplan.runner.auto": ("choose_mode",),
     "cgplan.runner.manager": ("CudaGraphManager", "capture_together"),
-    "cgplan.speculative.manager": ("SpecDecodeGraphManager",),
     "cgplan.measure.bench": ("bench",),
     "cgplan.piecewise.breakable": (
         "BreakableCUDAGraphCapture",

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import torch
 from decoder import Decoder, first_layers
+from spec_decode import SpecDecodeGraphManager, plan_speculation
 
 from cgplan.backends import GraphBackend, select_backend
 from cgplan.config import Config, load_config
@@ -30,8 +31,6 @@ from cgplan.errors import CgplanError
 from cgplan.models.loading import load_model
 from cgplan.reports.layout import Column, Grid, TextColumn, plain_text
 from cgplan.runner.manager import CudaGraphManager
-from cgplan.speculative.manager import SpecDecodeGraphManager
-from cgplan.speculative.plan import plan_speculation
 
 FOLDER = Path(__file__).resolve().parent
 

@@ -184,14 +184,6 @@ class GraphBackend(ABC):
         """For the current stream's handle; 0 without streams."""
         return int
 
-    def fetch(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Queue a copy to the host; the returned function waits for it."""
-        copy = tensor.clone()
-        return lambda: copy
-
-    def send(self, values: Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.device)
-
     def is_busy(self, stream: int) -> bool:  # noqa: ARG002
         return False
 

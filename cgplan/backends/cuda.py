@@ -54,7 +54,7 @@ from cgplan.backends.graph_nodes import (
 )
 from cgplan.buffers.copier import Copier
 from cgplan.buffers.copy_kernel import INPUTS, KernelCopier, load_copy_kernel
-from cgplan.buffers.pinned import StagingBlocks, empty_pinned, fence_behind, stream_at
+from cgplan.buffers.pinned import StagingBlocks, fence_behind, stream_at
 from cgplan.buffers.static import StaticBuffers
 from cgplan.errors import BackendError, CaptureError, CaptureMemoryError, first_line
 
@@ -260,25 +260,6 @@ class CudaBackend(GraphBackend):
 
     def stream_getter(self) -> Callable[[], int]:
         return partial(torch._C._cuda_getCurrentRawStream, self.device.index)
-
-    def fetch(self, tensor: Tensor) -> Callable[[], Tensor]:
-        host = empty_pinned(tensor.shape, tensor.dtype)
-        host.copy_(tensor, non_blocking=True)
-        copied = torch.cuda.current_stream(self.device).record_event()
-
-        def wait() -> Tensor:
-            copied.synchronize()
-            return host
-
-        return wait
-
-    def send(
-        self,
-        values: Sequence[int] | Sequence[Sequence[int]],
-    ) -> Tensor:
-        numbers = torch.tensor(values, dtype=torch.int64, device="cpu")
-        pinned = empty_pinned(numbers.shape, numbers.dtype).copy_(numbers)
-        return pinned.to(self.device, non_blocking=True)
 
     def is_busy(self, stream: int) -> bool:
         return not stream_at(stream, self.device).query()

@@ -188,12 +188,17 @@ def test_files_that_cannot_be_read_are_named(
 def test_examples_are_listed_and_copied_with_their_models(home: Path) -> None:
     names = [line.split()[0] for line in good("examples", "list").stdout.splitlines()]
     assert names == sorted(path.stem for path in (REPO / "configs").glob("*.yaml"))
-    wanted = {"lora": "adapters.py", "speculative": "speculative.py"}
+    wanted = {"lora": "adapters.py", "speculative": "spec_decode.py"}
     for name in names:
         good("examples", "copy", name, name)
         target = load_config(f"{name}/{name}.yaml").model.target  # type: ignore[union-attr]
         file = target.partition(":")[0]
-        files = [file, wanted.get(name, file), "attention.py" if file == "decoder.py" else file]
+        files = [
+            file,
+            *(["speculative.py"] if name == "speculative" else []),
+            wanted.get(name, file),
+            "attention.py" if file == "decoder.py" else file,
+        ]
         if file.endswith(".py"):
             assert all((home / name / needed).is_file() for needed in files)
     assert "there is a vision/vision.yaml already" in refused(

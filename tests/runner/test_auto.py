@@ -14,6 +14,7 @@ import pytest
 import torch
 import yaml
 from checks import same
+from spec_decode import plan_speculation
 from torch import Tensor, nn
 
 import cgplan
@@ -24,7 +25,6 @@ from cgplan.modes import Key
 from cgplan.piecewise.trace import PiecewiseModel
 from cgplan.reports import CaptureReport
 from cgplan.runner import auto
-from cgplan.speculative.plan import plan_speculation
 
 NONE, FULL, PIECEWISE = CUDAGraphMode.NONE, CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
 

@@ -28,6 +28,7 @@ from decoding import (
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from spec_decode import PagedModel, SpecDecodeGraphManager, fetch, send
 from torch import Tensor
 
 from cgplan.backends import GraphBackend, select_backend
@@ -36,8 +37,6 @@ from cgplan.config import Config
 from cgplan.errors import CgplanError, ConfigError, DispatchMissError, InputError, ModelError
 from cgplan.graphs.pools import GraphPool
 from cgplan.modes import CUDAGraphMode
-from cgplan.speculative.manager import SpecDecodeGraphManager
-from cgplan.speculative.passes import PagedModel
 
 pytestmark = pytest.mark.usefixtures("quiet_collector")
 FULL = CUDAGraphMode.FULL
@@ -640,20 +639,19 @@ def test_what_graphs_read_is_not_written_from_another_stream(
 @pytest.mark.gpu
 def test_tokens_come_from_the_stream_of_the_step() -> None:
     """The copy is waited for, and what is queued behind it is not."""
-    backend = select_backend("cuda")
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         torch.cuda._sleep(200_000_000)
         value = torch.full((3, 2), 7, device="cuda")
-        fetched = backend.fetch(value)
+        fetched = fetch(value)
         value.zero_()
         torch.cuda._sleep(2_000_000_000)
     assert fetched().tolist() == [[7, 7]] * 3
     assert not stream.query(), "a second of work is still queued"
     stream.synchronize()
     with torch.device("cuda"):  # the default device of a process may be the GPU
-        assert backend.fetch(value)().device.type == "cpu"
-        assert backend.send([[1, 2], [3, 4]]).tolist() == [[1, 2], [3, 4]]
+        assert fetch(value)().device.type == "cpu"
+        assert send([1, 2], value.device).tolist() == [1, 2]
 
 
 def test_slots_and_batches_that_cannot_be(shared: Captured) -> None:
