@@ -856,7 +856,10 @@ def data_parallel(
                 continue
             ran.append((str(call.last.mode), call.last.num_tokens) if sync else type(call).__name__)
         runner.close()
-    return (ran, runner.stats.record()) if settings.get("stats") else ran
+    if not settings.get("stats"):
+        return ran
+    stats = runner.stats
+    return ran, (stats.traffic().histogram, stats.real_tokens, stats.padded_rows)
 
 
 # --- commands ---

@@ -9,11 +9,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from cgplan.config.values import Record
 from cgplan.errors import CgplanError
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
 from cgplan.planning import MissReason, Plan
-from cgplan.planning.plan import Mode
 from cgplan.runner.routing import RoutedBatch
 from cgplan.traffic.files import COLUMNS
 from cgplan.traffic.histogram import StepShape, Traffic
@@ -45,38 +43,12 @@ class BatchCount:
     calls: int = 0
 
 
-class KeyHits(Record):
-    """Calls of one key's graph."""
-
-    mode: Mode
-    descriptor: BatchDescriptor
-    calls: int
-
-
-class StatsRecord(Record):
-    """The numbers of a runner at one moment, to be saved as JSON.
+class RunnerStats:
+    """What calls were answered with. Staged blocks are not timed.
 
     Attributes:
-        replays: By key, most calls first.
-        real_tokens, padding_tokens: Of all batches; of padding in graphs.
-        host_microseconds: Sum over the timed calls.
         failures: Captures in service that failed or were over the budget.
     """
-
-    replays: tuple[KeyHits, ...]
-    eager: dict[MissReason, int]
-    real_tokens: int
-    padding_tokens: int
-    timed_calls: int
-    host_microseconds: float
-    captures: int
-    evictions: int
-    failures: int = 0
-    batches: tuple[tuple[StepShape, int], ...]
-
-
-class RunnerStats:
-    """What calls were answered with; see StatsRecord. Staged blocks are not timed."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -184,6 +156,7 @@ class RunnerStats:
 
     @property
     def host_microseconds(self) -> float:
+        """Sum over ``timed_calls``."""
         return self.timed_nanoseconds / 1e3
 
     def reset(self) -> None:
@@ -233,36 +206,6 @@ class RunnerStats:
         ]
         return "\n".join([*head, *lines, ""])
 
-    def record(self) -> StatsRecord:
-        replays = list[KeyHits]()
-        for (mode, descriptor), calls in self.replays.most_common():
-            replays.append(
-                KeyHits(
-                    mode=mode,
-                    descriptor=descriptor,
-                    calls=calls,
-                )
-            )
-        batches = Counter[StepShape]()
-        for count in self.counts:
-            batches[self._batch(count)] += count.calls
-        return StatsRecord(
-            replays=tuple(replays),
-            eager=dict(self.eager),
-            real_tokens=self.real_tokens,
-            padding_tokens=self.padded_rows,
-            timed_calls=self.timed_calls,
-            host_microseconds=self.host_microseconds,
-            captures=self.captures,
-            evictions=self.evictions,
-            failures=self.failures,
-            batches=tuple(sorted(batches.items())),
-        )
-
-    def json(self) -> str:
-        """For ``StatsRecord.model_validate_json``."""
-        return self.record().model_dump_json(indent=2)
-
     def prometheus(self, runner: str = "runner") -> str:
         """Prometheus' text format. Raises as StatsCollector."""
         collector = StatsCollector({runner: self})
@@ -302,9 +245,14 @@ class RunnerStats:
         """By counter; few enough batches for a monitor."""
         replays = list[Sample]()
         for (mode, key), calls in self.replays.items():
-            uniform = str(key.uniform).lower()
-            reqs = key.num_reqs or ""
-            replays.append(((mode, key.num_tokens, reqs, uniform, key.num_active_loras), calls))
+            labels = (
+                mode,
+                key.num_tokens,
+                key.num_reqs or "",
+                str(key.uniform).lower(),
+                key.num_active_loras,
+            )
+            replays.append((labels, calls))
         batches = Counter[Sequence[object]]()
         for count in self.counts:
             tokens, _, is_uniform, loras = self._batch(count)
@@ -371,7 +319,9 @@ class StatsCollector:
         samples = {runner: stats.samples() for runner, stats in self._runners.items()}
         for name, (about, labels) in _COUNTERS.items():
             family = self._core.CounterMetricFamily(
-                f"cgplan_{name}", about, labels=["runner", *labels]
+                f"cgplan_{name}",
+                about,
+                labels=["runner", *labels],
             )
             for runner, found in samples.items():
                 for values, count in found[name]:

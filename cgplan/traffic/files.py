@@ -5,7 +5,6 @@ Histograms, logs and saved traffic hold steps; traces hold requests for ``simula
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import Counter
@@ -227,8 +226,8 @@ def read_traffic(
 ) -> Traffic | RequestTrace:
     """Steps or requests from a file. Its content tells its form: one of ``FORMS``, as CSV or as one
     JSON object a line; ShareGPT's list of conversations; a log of vLLM with its tables of CUDA
-    graph statistics; saved Traffic; statistics of a runner (``runner.stats.json()``) or its metrics
-    in Prometheus' text format (``runner.stats.prometheus()``).
+    graph statistics; saved Traffic, as of ``runner.stats.traffic()``; a runner's metrics in
+    Prometheus' text format (``runner.stats.prometheus()``).
 
     Notes say which columns are guessed or ignored, and how many tokens of prompts were cached:
     blocks of ``hash_ids`` that an earlier row brought are not prefilled again.
@@ -285,7 +284,7 @@ def read_sizes(path: str | Path, dims: Sequence[Dim], plan: Plan) -> SizeCounts:
     counts: Counter[tuple[int, ...]] = Counter()
     beyond = 0
     rows: Iterable[tuple[tuple[int, ...], Any]]
-    if len(names) == 1 and (_METRIC in text or '"batches"' in text):
+    if len(names) == 1 and (_METRIC in text or '"histogram"' in text):
         seen = _traffic_of(text, path, plan, None)
         assert isinstance(seen, Traffic)
         rows = [((shape.num_tokens,), round(weight)) for shape, weight in seen.histogram]
@@ -380,10 +379,6 @@ def _traffic_of(
                 f"{path} is a saved {kind}, not traffic",
                 remedy="Give requests, counts of steps, or metrics of a runner.",
             )
-        if "batches" in document:  # that a runner's statistics count (``runner.stats.json()``)
-            counts = {"histogram": document["batches"], "source": "statistics of a runner"}
-            saved = _saved(json.dumps(counts), path)
-            return saved.changed(source=f"{path.name}: {saved.source}")
     elif _HEADER.search(text):
         return log_traffic(text, path, plan)
     elif _METRIC in text:

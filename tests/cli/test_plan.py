@@ -537,7 +537,7 @@ def test_statistics_of_graphed_become_its_sizes(home: Path) -> None:
             g(torch.randn(size, 8))
         runner = g.runners[0]
         (home / "calls.yaml").write_text(runner.config.model_dump_json())
-        (home / "calls.json").write_text(runner.stats.json())
+        (home / "calls.json").write_text(runner.stats.traffic().model_dump_json())
         shown = good("plan", "calls.yaml", "--traffic", "calls.json", "--max-graphs", "3").stdout
         sizes = [int(size) for size in re.search(r"sizes +([\d, ]+)", shown)[1].split(",")]  # type: ignore[index]
         assert sizes == [5, 7, 12]

@@ -161,7 +161,7 @@ def test_who_reads_numbers_reads_those_after_a_recapture_too(backend: GraphBacke
         assert manager.runner is runner
         assert manager.stats is stats
         assert (stats.calls, stats.timed_calls, stats.captures) == (2, 2, 2 + 1 + 1)
-        assert [hits.calls for hits in stats.record().replays] == [1, 1]
+        assert list(stats.replays.values()) == [1, 1]
         manager.replan(times=TIMES)
         assert manager.sizes == (3,)
         manager.close()

@@ -878,7 +878,7 @@ def test_a_dimension_may_be_called_count(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        '{"batches": [[[3, 3, true, 0], 2], [[9, 9, true, 0], 1], [[3, 3, false, 0], 5]]}',
+        '{"kind": "traffic", "source": "", "histogram": [[[3, 3, true, 0], 2], [[9, 9, true, 0], 1], [[3, 3, false, 0], 5]]}',
         'cgplan_batches_total{num_tokens="3",uniform="true"} 7\ncgplan_batches_total{num_tokens="9",uniform="true"} 1\n',
     ],
 )
