@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from cgplan.backends import select_backend
     from cgplan.backends.context import capture_allowed, forward_context, get_forward_context
     from cgplan.captures.watched import GraphWatch, watch
-    from cgplan.config import CompilationConfig, Config, Dim, Input, UpTo, load_config
+    from cgplan.config import CompilationConfig, Config, Dim, Input, load_config
     from cgplan.drop_in import Graphed, graphed, graphed_generate
     from cgplan.errors import (
         AddressError,
@@ -115,7 +115,6 @@ __all__ = [
     "SealedError",
     "StepTimeError",
     "TrafficError",
-    "UpTo",
     "__version__",
     "bench",
     "build_plan",
@@ -138,7 +137,7 @@ __all__ = [
 
 _HOMES = {
     "cgplan.captures.watched": ("GraphWatch", "watch"),
-    "cgplan.config": ("CompilationConfig", "Config", "Dim", "Input", "UpTo", "load_config"),
+    "cgplan.config": ("CompilationConfig", "Config", "Dim", "Input", "load_config"),
     "cgplan.modes": ("AttentionSupport", "BatchDescriptor", "CUDAGraphMode"),
     "cgplan.planning": ("CudagraphDispatcher", "Plan", "build_plan"),
     "cgplan.api": ("capture",),

@@ -22,7 +22,6 @@ from cgplan.config.schema import (
     SchedulerConfig,
     SpeculativeConfig,
     TrafficConfig,
-    UpTo,
 )
 
 __all__ = [
@@ -41,7 +40,6 @@ __all__ = [
     "SchedulerConfig",
     "SpeculativeConfig",
     "TrafficConfig",
-    "UpTo",
     "load_config",
     "loaded_config",
     "read_config",

@@ -111,15 +111,6 @@ class Extent:
         return rest // self.factor
 
 
-class UpTo(str):
-    """A dimension that may be narrower than its static buffer: ``UpTo(16)``, in YAML ``up to 16``.
-    Calls fill it with the input's ``pad``; eager runs do not.
-    """
-
-    def __new__(cls, most: int) -> UpTo:
-        return super().__new__(cls, f"{_UP_TO}{most}")
-
-
 class _TypedErrors(ModelMetaclass):
     """``Input(...)`` and the like raise ConfigError."""
 
@@ -266,8 +257,8 @@ class Input(Section):
     """
 
     shape: Shape
-    """Numbers, `up to 16` if tensors may be narrower, names of `dims`, and at most one dimension of
-    rows: `num_tokens`, `num_reqs + 1`, `2 * num_tokens` and the like.
+    """Numbers, `up to 16` where tensors may be narrower (calls fill them with `pad`), names of
+    `dims`, and one dimension of rows at most: `num_tokens`, `num_reqs + 1`, `2 * num_tokens`.
     """
     dtype: Annotated[DType, BeforeValidator(lambda value: str(value).removeprefix("torch."))]
     """Element type, by torch's name."""
@@ -370,8 +361,8 @@ class CompilationConfig(Section):
 
     cudagraph_mode: Mode = CUDAGraphMode.FULL
     """FULL_DECODE_ONLY: mixed batches run eagerly. FULL_AND_PIECEWISE: mixed batches take
-    PIECEWISE. AUTO: a capture times FULL without failing modules, PIECEWISE, inductor and eager
-    steps, and keeps the fastest; no graphs below 2% saved.
+    PIECEWISE. AUTO: a capture times FULL, PIECEWISE, inductor and eager steps, and keeps the
+    fastest.
     """
     cudagraph_capture_sizes: Annotated[
         tuple[Count, ...] | LadderName | None, BeforeValidator(check_sizes)
@@ -487,25 +478,8 @@ class CompilationConfig(Section):
     """What becomes of a batch without a graph."""
 
     @property
-    def warm_ups_of_a_loop(self) -> int:
-        """Of each key where a loop written by hand captures it; auto: 1."""
-        asked = self.cudagraph_num_of_warmups
-        return 1 if asked == "auto" else asked
-
-    @property
-    def warm_ups_of_most(self) -> int:
-        """Of most keys of a session; auto: 0."""
-        asked = self.cudagraph_num_of_warmups
-        return 0 if asked == "auto" else asked
-
-    @property
     def is_lazy(self) -> bool:
         return self.capture_policy == "lazy"
-
-    @property
-    def verify_policy(self) -> Literal["off", "first", "rarely", "always"]:
-        """``verify``, and always in debug mode."""
-        return "always" if self.debug else self.verify
 
     @property
     def address_policy(self) -> Literal["off", "first", "always"]:
@@ -609,33 +583,24 @@ class Config(Section):
     """A YAML file. `model` and `inputs` may be absent if nothing is captured."""
 
     model: ModelConfig | None = None
-    """The model that is captured."""
     device: Device = "auto"
     """`auto` (a GPU if any), `cuda`, `cuda:N`, or `cpu` (the tape backend)."""
     dims: Annotated[dict[str, Dim], BeforeValidator(_named)] = Field(default_factory=dict)
-    """Sizes of a batch that vary, beside num_tokens and num_reqs. If no input counts those, the
-    first one stands for num_tokens.
+    """Sizes of a batch that vary. The first one stands for num_tokens if no input counts that or
+    num_reqs.
     """
     inputs: dict[str, _Declared] = Field(default_factory=dict)
     """Arguments of the model's forward, by name."""
     metadata: dict[str, _Declared] = Field(default_factory=dict)
     """Tensors that the model reads from the forward context, by name."""
     compilation: CompilationConfig = Field(default_factory=CompilationConfig)
-    """Which graphs are captured."""
     scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig)
-    """Bounds of a batch."""
     lora: LoRAConfig | None = None
-    """LoRA adapters; absent: none."""
     speculative: SpeculativeConfig = Field(default_factory=SpeculativeConfig)
-    """Speculative decoding."""
     distributed: DistributedConfig = Field(default_factory=DistributedConfig)
-    """Several processes under torchrun."""
     report: ReportConfig = Field(default_factory=ReportConfig)
-    """Sizes and repeats of bench."""
     traffic: TrafficConfig | None = None
-    """Synthetic traffic to plan for; absent: none."""
     budget: BudgetConfig = Field(default_factory=BudgetConfig)
-    """Limits on the cost of graphs."""
 
     def with_values(
         self,

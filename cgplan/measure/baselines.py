@@ -179,7 +179,8 @@ def bare(
 ) -> None:
     backend = bench.runner.backend
     model = bench.runner.model
-    warmups = bench.runner.config.compilation.warm_ups_of_a_loop
+    asked = bench.runner.config.compilation.cudagraph_num_of_warmups
+    warmups = 1 if asked == "auto" else asked
     pool = backend.new_pool()
     captured: dict[int, Captured] = {}
     with backend.session():

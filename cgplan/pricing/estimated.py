@@ -133,7 +133,8 @@ class EstimatedCosts(GraphCosts):
         ascending = sorted(recordings, key=attrgetter("num_tokens"))
         self._lanes = grouped((recording.lane, recording) for recording in ascending)
         self._pools: dict[tuple[_Lane, int], int] = {}
-        self._warmups = config.compilation.warm_ups_of_most
+        asked = config.compilation.cudagraph_num_of_warmups
+        self._warmups = 0 if asked == "auto" else asked  # of most keys
         self.source = _source(recordings, self._warmups, note)
         self.notes = tuple(stand_in_notes(config, self._lanes))
 

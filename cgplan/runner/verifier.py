@@ -45,8 +45,10 @@ class Verifier:
         self._graphs = graphs
         self._is_debug = compilation.debug
         self._policy = "off"
-        if graphs.is_alone or compilation.debug:
-            self._policy = compilation.verify_policy
+        if compilation.debug:
+            self._policy = "always"
+        elif graphs.is_alone:
+            self._policy = compilation.verify
         self._copied = _copied_inputs(graphs)
         self._due: dict[tuple[CUDAGraphMode, BatchDescriptor, bool], Due] = {}
         self._handed: list[Tensor] = []

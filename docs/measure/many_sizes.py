@@ -51,7 +51,8 @@ def by_hand(plan, model, config, backend):
         inputs = {name: views[name] for name in config.inputs}
         metadata = {name: views[name] for name in config.metadata}
         began = time.perf_counter()
-        for _ in range(config.compilation.warm_ups_of_a_loop):
+        warmups = config.compilation.cudagraph_num_of_warmups
+        for _ in range(1 if warmups == "auto" else warmups):
             with forward_context(CUDAGraphMode.NONE, descriptor, metadata):
                 model(**inputs)
         backend.synchronize()

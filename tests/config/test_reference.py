@@ -19,9 +19,9 @@ SECTIONS = Section.__subclasses__()
 def test_every_field_has_a_row_with_a_sentence(section: type[BaseModel]) -> None:
     rows = [line for line in markdown().splitlines() if line.startswith("| `")]
     for name, field in section.model_fields.items():
-        sentence = " ".join((field.description or "").split())
-        assert sentence.endswith("."), f"{section.__name__}.{name}: no description with a full stop"
+        sentence = " ".join((field.description or "").split())  # or else its section's
         row = next(row for row in rows if row.startswith(f"| `{name}` | ") and sentence in row)
+        assert row.endswith(". |"), f"{section.__name__}.{name}: no description with a full stop"
         assert ("| required |" in row) == field.is_required()
 
 

@@ -153,7 +153,7 @@ def test_rows_of_tokens_beside_a_named_dimension(backend: GraphBackend) -> None:
 
 def test_a_dimension_that_may_be_narrower(backend: GraphBackend) -> None:
     """Block tables: the graph reads all columns, a batch has as many as it needs."""
-    table = Input(shape=("num_tokens", cgplan.UpTo(4)), dtype="int32", pad=-1)
+    table = Input(shape=("num_tokens", "up to 4"), dtype="int32", pad=-1)
     sizes = {"cudagraph_capture_sizes": [4]}
     with closing(
         cgplan.capture(
