@@ -117,7 +117,6 @@ class Places:
         return cls(found, list(roots))
 
     def living(self) -> Places:
-        """Those whose memory is not freed."""
         found = [place for place in self.by_path.values() if not place.storage.expired()]
         return self if len(found) == len(self.by_path) else Places(found, self.roots)
 
@@ -631,7 +630,7 @@ def _classified(
     now: Places,
     counts: Mapping[WatchedGraph, Counter[Owner]],
 ) -> tuple[Counter[str], list[_Stale]]:
-    """Pointers by name, and those that are stale; ``counts`` gets all by their owners."""
+    """Pointers by name, and stale ones; ``counts`` gets all by owner."""
     totals = Counter[str]()
     found = list[_Stale]()
     find = cache(Places.find)  # many nodes point to one tensor

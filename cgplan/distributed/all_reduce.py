@@ -2,11 +2,10 @@
 ``cgplan::all_reduce_row`` inside it is one node or step.
 
 Note [Unfinished sums]
-    Where a rank left a sum, the next sum would take the others' parts for its own. So a rank that
-    left a sum on the CPU does no other until `begin_pass` on all ranks, which makes a new group for
-    gloo. On a GPU `abort`, or their bound, ends waits of custom kernels. A sum that
-    waits in NCCL ends only with its communicator, whose kernels graphs may hold: torch's watchdog
-    ends the process.
+    Where a rank left a sum, the next one would take the others' parts for its own. On the CPU it
+    does no other until `begin_pass` on all ranks, which makes a new group for gloo. On a GPU
+    `abort`, or their bound, ends waits of custom kernels. NCCL's end only with its communicator,
+    whose kernels graphs may hold: torch's watchdog ends the process.
 """
 
 from __future__ import annotations
@@ -103,7 +102,6 @@ class AllReduce(ABC):
         return ""
 
     def peer_memory(self) -> PeerMemory:
-        """That captured sums read."""
         return PeerMemory(mapped=(), addresses=())
 
     def placed(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -150,7 +148,7 @@ class AllReduce(ABC):
 
     @property
     def is_read(self) -> bool:
-        """By graphs of an open runner."""
+        """Whether an open runner's graphs sum by it."""
         return False
 
     def close(self) -> None:

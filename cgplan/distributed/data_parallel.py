@@ -30,10 +30,7 @@ class AgreedBatch:
 
 class DataParallelRunner:
     """Pads batches to the size that all ranks agreed on; for one thread. The caller owns
-    ``runner``. Making it is a step of all ranks.
-
-    An idle rank calls it with tensors of 0 rows, and gets 0 rows. Statistics count neither these
-    calls nor batches that all ranks run eagerly.
+    ``runner``. Making it is a step of all ranks. An idle rank calls it with tensors of 0 rows.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
 """The processes of one run, and their common steps.
 
 Note [Steps]
-    All ranks come to the same steps. Each brings a value or an error through torch's TCPStore; all
-    get all values, or raise the same error. After a late rank there are no more steps. A rank that
-    raises between steps says so in the store, where CPU sums look.
+    Each rank brings a value or an error through torch's TCPStore; all get all values, or raise the
+    same error. After a late rank there are no more steps. A rank that raises between steps says so
+    in the store, where CPU sums look.
 
 Note [Teardown]
     Shared memory is taken down in this order: (1) a step: no rank replays; (2) each rank closes its
@@ -249,8 +249,8 @@ class Ranks:
 def open_ranks(
     settings: DistributedConfig, device: str = "auto", *, place: Place | None = None
 ) -> Ranks | None:
-    """Meet the other ranks and set torch.distributed up: NCCL between GPUs, gloo between hosts. An
-    existing process group is used, and stays. None without torchrun or for one process.
+    """Meet the other ranks and set torch.distributed up, unless it is. None without torchrun or for
+    one process.
 
     Args:
         device: ``cuda`` is the GPU of the local rank.

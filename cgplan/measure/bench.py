@@ -45,7 +45,7 @@ def bench(
 
     Args:
         progress: Called with (done, total, name).
-        against: Other ways to run the model (BASELINE_NAMES); the runner is captured again.
+        against: Of BASELINE_NAMES; the runner is captured again.
         seed: Of the order of turns; absent: drawn.
 
     Raises:

@@ -115,8 +115,6 @@ class Choice(BaseModel):
 
 @dataclass(eq=False)
 class Trials:
-    """Arguments of ``choose_mode``."""
-
     config: Config
     model: Callable[..., Any]
     backend: GraphBackend
@@ -128,7 +126,7 @@ class Trials:
         self,
         use: Callable[[Config, Plan, SplitRoute | None], T],
     ) -> T:
-        """``use`` of what ``choose_mode`` gives, and of the trial's traces."""
+        """``use`` gets what ``choose_mode`` gives, and the trial's traces."""
         refuse_unknown_ops(self.config.compilation.splitting_ops)
         file = self._choice_file()
         choice = _kept_choice(file)

@@ -52,9 +52,7 @@ def time_on_padding(
     graphs: ModelGraphs,
     keys: Sequence[Key],
 ) -> dict[Key, Rounds]:
-    """Microseconds of eager steps and of graphs, from an idle device. Attention over long sequences
-    takes longer.
-    """
+    """Microseconds of eager steps and of graphs, from an idle device."""
     found = dict[Key, Rounds]()
     if not keys:
         return found
