@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,8 +39,8 @@ def read_text(
     remedy: str,
     most: int | None = None,
 ) -> str:
-    """Text of a UTF-8 file, without a byte order mark. Raises ``error``, also if it has more than
-    ``most`` bytes.
+    """Text of a UTF-8 file, without a byte order mark; without ``most`` also one packed by gzip.
+    Raises ``error``, also if it has more than ``most`` bytes.
     """
     path = Path(path)
     try:
@@ -49,19 +51,22 @@ def read_text(
             data = file.read(limit)
         if most is not None and len(data) > most:
             raise error(f"{path} holds more than {format_bytes(most)}", remedy=remedy)
+        if most is None and data.startswith(b"\x1f\x8b"):
+            data = gzip.decompress(data)
     except FileNotFoundError:
         beside = path.parent.glob("*")
         hint = did_you_mean(path.name, [other.name for other in beside])
         raise error(f"no such file: {path}", remedy=hint + remedy) from None
-    except OSError as failure:
-        raise error(f"cannot read {path}: {failure.strerror or failure}", remedy=remedy) from None
+    except (OSError, EOFError, zlib.error) as failure:
+        problem = getattr(failure, "strerror", None) or failure
+        raise error(f"cannot read {path}: {problem}", remedy=remedy) from None
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as failure:
         line = data.count(b"\n", 0, failure.start) + 1
         raise error(
             f"{path}:{line}: not UTF-8 text",
-            remedy=f"Save it as UTF-8; of a packed file give <(zcat {path}). {remedy}",
+            remedy=f"Save it as UTF-8; of a packed file give <(zstdcat {path}). {remedy}",
         ) from None
 
 

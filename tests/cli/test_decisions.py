@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import random
 import re
@@ -44,6 +45,7 @@ def _trace(home: Path) -> None:
     rows = [f"{n * 0.05:.2f},{50 + n % 100},{20 + n % 40}" for n in range(100)]
     text = "\n".join(["Timestamp,Request tokens,Response tokens", *rows]) + "\n"
     (home / "trace.csv").write_text(text)
+    (home / "trace.csv.gz").write_bytes(gzip.compress(text.encode()))
     (home / "times.csv").write_text(TIMES.format(piecewise=5000))
 
 
@@ -439,6 +441,15 @@ def test_memory_of_graphs_is_told_as_tokens_of_kv_cache(
     )
     assert given is not None
     assert int(given[1].replace(",", "")) == pytest.approx(tokens * 0.53687, abs=1)
+
+
+def test_packed_traces(home: Path) -> None:
+    packed = [part.replace("trace.csv", "trace.csv.gz") for part in GIVEN]
+    assert plan_of(*packed, "--max-graphs", "8").keys == plan_of(*GIVEN, "--max-graphs", "8").keys
+    whole = (home / "trace.csv.gz").read_bytes()
+    for broken in (b"\x1f\x8b\x08broken", whole[:-9], whole[:40] + whole[60:]):
+        (home / "trace.csv.gz").write_bytes(broken)
+        assert "cannot read" in refused(errors.TrafficError, *packed)
 
 
 # --- what is simulated ---------------------------------------------------------------------------------------
