@@ -443,7 +443,7 @@ def test_a_way_whose_numbers_are_not_those_of_eager_code_is_left_out(
     with closing(open_runner(backend, Alternates())) as runner:
         assert runner.plan.mode is NONE
         assert any(
-            "FULL left out: on example batches at 8 tokens: output 1" in note
+            "FULL left out: on example batches at 8 tokens: output " in note  # 0 or 1: runs turn it
             for note in runner.plan.notes
         )
         found = [runner(x=x), runner(x=x)]  # the looks turned it, too
