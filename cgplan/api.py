@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from cgplan.backends import select_backend
 from cgplan.captures.captured_keys import Progress
-from cgplan.captures.model_forward import BeforeKey
+from cgplan.captures.model_graphs import BeforeKey
 from cgplan.config import Config, Input, load_config, validate_config
 from cgplan.errors import ConfigError, ModelError, refuse_others
 from cgplan.models.loading import load_model, refuse_no_model

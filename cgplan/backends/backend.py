@@ -194,8 +194,8 @@ class GraphBackend(ABC):
     def reset(self, graph: Graph) -> None: ...
 
     @abstractmethod
-    def num_nodes(self, graph: Graph) -> int | None:
-        """Kernels, or operators on the tape; None if unknown."""
+    def num_nodes(self, graph: Graph) -> int:
+        """Kernels, or operators on the tape."""
 
     def notes(self, graph: Graph) -> tuple[str, ...]:  # noqa: ARG002
         return ()

@@ -50,7 +50,6 @@ from cgplan.backends.graph_nodes import (
     Launch,
     MemoryKind,
     OperatorLog,
-    cuda_runtime,
 )
 from cgplan.buffers.copier import Copier
 from cgplan.buffers.copy_kernel import INPUTS, KernelCopier, load_copy_kernel
@@ -101,24 +100,35 @@ class CudaGraph:
 
 
 _pools = weakref.WeakSet[CudaPool]()
+_KERNEL = 0  # CU_GRAPH_NODE_TYPE_KERNEL, _GRAPH
+_CHILD = 4
 
 
-def count_kernels(runtime: Any, graph: Any) -> int:
+def _nodes_of(graph: int) -> list[ctypes.c_void_p]:
+    """cuda-bindings take 0.1 s to import."""
+    count = ctypes.c_size_t()
+    handle = ctypes.c_void_p(graph)
+    driver = ctypes.CDLL("libcuda.so.1")
+    driver.cuGraphGetNodes(handle, None, ctypes.byref(count))
+    nodes = (ctypes.c_void_p * count.value)()
+    driver.cuGraphGetNodes(handle, nodes, ctypes.byref(count))
+    return [ctypes.c_void_p(node) for node in nodes]
+
+
+def count_kernels(graph: int) -> int:
     """With child graphs."""
-    count = runtime.cudaGraphGetNodes(graph)[2]
-    kinds = runtime.cudaGraphNodeType
+    driver = ctypes.CDLL("libcuda.so.1")
+    kind = ctypes.c_int()
+    child = ctypes.c_void_p()
     total = 0
-    for node in runtime.cudaGraphGetNodes(graph, count)[1]:
-        kind = runtime.cudaGraphNodeGetType(node)[1]
-        if kind == kinds.cudaGraphNodeTypeKernel:
+    for node in _nodes_of(graph):
+        driver.cuGraphNodeGetType(node, ctypes.byref(kind))
+        if kind.value == _KERNEL:
             total += 1
-        elif kind == kinds.cudaGraphNodeTypeGraph:
-            total += count_kernels(runtime, runtime.cudaGraphChildGraphNodeGetGraph(node)[1])
+        elif kind.value == _CHILD:
+            driver.cuGraphChildGraphNodeGetGraph(node, ctypes.byref(child))
+            total += count_kernels(child.value or 0)
     return total
-
-
-def _raw(graph: CudaGraph) -> Any:
-    return cuda_runtime().cudaGraph_t(graph.graph.raw_cuda_graph())
 
 
 class CudaBackend(GraphBackend):
@@ -272,11 +282,8 @@ class CudaBackend(GraphBackend):
         if torch.cuda.current_stream(self.device) == self._stream:
             keep_workspaces(self.device)
 
-    def num_nodes(self, graph: CudaGraph) -> int | None:
-        runtime = cuda_runtime()
-        if runtime is None or not graph.captured:
-            return None
-        return count_kernels(runtime, _raw(graph))
+    def num_nodes(self, graph: CudaGraph) -> int:
+        return count_kernels(graph.graph.raw_cuda_graph())
 
     def logging_operators(self) -> AbstractContextManager[object]:
         return OperatorLog(
@@ -375,11 +382,7 @@ class CudaBackend(GraphBackend):
         return any(start <= address < end for start, end in pool.ranges)
 
     def is_empty(self, graph: CudaGraph) -> bool:
-        runtime = cuda_runtime()
-        if runtime is None or not graph.captured:
-            return False
-        count = runtime.cudaGraphGetNodes(_raw(graph))[2]
-        return int(count) == 0
+        return not _nodes_of(graph.graph.raw_cuda_graph())
 
     def memory(self) -> MemoryReading:
         free, total = torch.cuda.mem_get_info(self.device)

@@ -145,8 +145,8 @@ class TapeBackend(GraphBackend):
         graph.pool.graphs.discard(graph)
         self._trim(graph.pool)
 
-    def num_nodes(self, graph: TapeGraph) -> int | None:
-        return None if graph.steps is None else len(graph.steps)
+    def num_nodes(self, graph: TapeGraph) -> int:
+        return len(graph.steps or ())
 
     def logging_operators(self) -> AbstractContextManager[object]:
         return replaced(self, _logs_operators=True)

@@ -410,10 +410,7 @@ class TapePool:
         left = self._free.pop(start) - size
         if left:
             self._free[start + size] = left
-        base = 0
-        for address in self._segments:
-            if base < address <= start:
-                base = address
+        base = max(address for address in self._segments if address <= start)
         first = start - base
         memory = self._segments[base][first : first + nbytes]
         storage = torch.from_numpy(memory).untyped_storage()

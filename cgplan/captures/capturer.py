@@ -3,8 +3,9 @@
 Note [Captures without a warm-up]
     A capture computes nothing before its first replay, and graphs of a pool write over each other's
     memory. So a capture without a warm-up stands only if it left nothing that others might read: no
-    change of Python, no memory of the pool, no compilation. Models that change Python in each run
-    have a warm-up for each key, compiled code until two keys in a row compiled nothing in theirs.
+    change of Python but those of each run, no memory of the pool, no compilation. Attributes that
+    each run changes are put back, and call for a warm-up of each key, as captures would be first
+    calls; so does compiled code until two keys in a row compiled nothing.
     After a compilation alone the key is tried again, with a warm-up. Else all are captured again
     with warm-ups, in a new pool: what the model keeps has been replayed once, and lies where no
     graph writes; and where one key failed for no known reason, others may, too. A failed capture
@@ -30,8 +31,7 @@ from cgplan.backends.backend import PoolMemory
 from cgplan.backends.context import random_state_kept, refuse_forbidden_capture
 from cgplan.backends.host_sync import storages_of
 from cgplan.captures.failures import drop_locals, explain_failure, raise_caused
-from cgplan.captures.model_forward import REBUILD_AND_WARM_UP, Rehearsal
-from cgplan.captures.model_graphs import ModelGraphs
+from cgplan.captures.model_graphs import REBUILD_AND_WARM_UP, ModelGraphs, Rehearsal
 from cgplan.errors import CaptureError, CaptureMemoryError
 from cgplan.graphs.footprint import OutsideLog
 from cgplan.modes import Key
@@ -87,7 +87,7 @@ class _Clock(NamedTuple):
 class _Readings(NamedTuple):
     clock: _Clock
     memory: MemoryReading
-    pools: PoolMemory
+    pool_bytes: int
 
 
 @dataclass
@@ -185,7 +185,7 @@ class Capturer:
             with random_state_kept(backend.device, graphs.generators):
                 if attempt.warm_ups:
                     self._warm_up(rehearsal, key, attempt.warm_ups)
-                before = _Readings(_Clock.now(), backend.memory(), graphs.pools.memory())
+                before = _Readings(_Clock.now(), backend.memory(), graphs.pools.last_nbytes)
                 attempt.before = before
                 self.inspection_seconds += time.perf_counter() - before.clock.at
                 answers = graphs.capture_answers(mode, capturing=True)
@@ -272,7 +272,6 @@ class Capturer:
         asked = self._asked_warm_ups
         holds_compiled = rehearsal.put_back.before.is_compiled and self._quiet_keys < _QUIET_KEYS
         is_compiled = holds_compiled or graphs.route.splitter is not None
-        # a capture would be the first call
         is_undone = any(map(rehearsal.put_back.may_undo, facts.changes_python))
         if self._all_need_warm_up or is_compiled or is_undone or facts.outside:
             return 1 if asked == "auto" else max(asked, 1)
@@ -354,30 +353,28 @@ class Capturer:
         driver = driver_bytes(backend, before.memory)
         began = attempt.began
         now = _Clock.now()
-        counts = list[int | None]()
+        nodes = list[int]()
         eager_pieces = 0
         capture_seconds = 0.0
         for entry in scope.entries:
             eager_pieces += entry.eager_pieces
             capture_seconds += entry.capture_seconds
             for graph in entry.segments:
-                counts.append(backend.num_nodes(graph))
+                nodes.append(backend.num_nodes(graph))
                 facts.note(*backend.notes(graph))
         if now.stopped > began.stopped:
             facts.note(_STOPPED)
-        nodes = [count for count in counts if count is not None]
-        is_counted = len(nodes) == len(counts)
         return GraphRecord(
             mode=attempt.key[0],
             descriptor=attempt.key[1],
-            graphs=len(counts),
-            nodes=sum(nodes) if is_counted else None,
+            graphs=len(nodes),
+            nodes=sum(nodes),
             eager_pieces=eager_pieces,
-            pool_growth=after.nbytes - before.pools.nbytes,
+            pool_growth=after.nbytes - before.pool_bytes,
             driver_bytes=driver,
             warmup_seconds=before.clock.at - began.at if attempt.warm_ups else 0.0,
             capture_seconds=capture_seconds,
-            segment_nodes=tuple(nodes) if is_counted else (),
+            segment_nodes=tuple(nodes),
             compile_seconds=now.compile_seconds - began.compile_seconds,
             cached=now.cached - began.cached,
         )

@@ -1,30 +1,103 @@
-"""A model with its graphs and the memory that they read."""
+"""A model with its graphs and the memory that they read, and its runs ahead of captures."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import InitVar, dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import InitVar, dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.utils import parametrize
 
-from cgplan.backends.backend import span
-from cgplan.backends.replacing import replaced
+from cgplan.backends import GraphBackend
+from cgplan.backends.backend import autocast_cache, number_of, span
+from cgplan.backends.context import AmbientState, CaptureScope, forward_context
+from cgplan.backends.replacing import answering, replaced
 from cgplan.buffers.outputs import OutputRows
-from cgplan.buffers.static import Tensors
-from cgplan.captures.model_forward import ModelForward, Rehearsal
+from cgplan.buffers.static import StaticBoxes, Tensors
+from cgplan.captures.failures import explain_failure
 from cgplan.captures.rank_sync import SINGLE_RANK, RankSync
-from cgplan.graphs.fingerprint import Fingerprint
-from cgplan.graphs.footprint import look
+from cgplan.config import Config
+from cgplan.errors import CaptureError, ConfigError, HostSyncError, InputError
+from cgplan.graphs.change_detector import AddressChecks
+from cgplan.graphs.fingerprint import Change, Fingerprint, is_ignored, is_within
+from cgplan.graphs.footprint import Footprint, look
 from cgplan.graphs.pools import GraphPool, RunnerPools
 from cgplan.graphs.put_back import PutBack, copy_limit
 from cgplan.graphs.wrapper import CUDAGraphEntry, CUDAGraphWrapper
-from cgplan.modes import CUDAGraphMode, Key
+from cgplan.modes import BatchDescriptor, CUDAGraphMode, Key
 from cgplan.piecewise.breaks import any_breaks
 from cgplan.piecewise.routes import SplitRoute, choose_route
+from cgplan.piecewise.split import refuse_missing_ops
+from cgplan.planning import Plan
+from cgplan.planning.build import DEFAULT_SPLITTING_OPS
+from cgplan.planning.costs import widest
 from cgplan.reports.records import StateRecord
+
+REBUILD_AND_WARM_UP = "Build the model again, and set compilation.cudagraph_num_of_warmups: 1."
+_HALVES = (torch.float16, torch.bfloat16)
+_FROM_PADDING = "on first use, from padding, and keeps it"
+State = Sequence[object] | Mapping[str, object] | None
+BeforeKey = Callable[[CUDAGraphMode, BatchDescriptor, Tensors], object]
+
+
+class _Metadata(dict[str, Any]):
+    def __missing__(self, name: str) -> Any:
+        raise InputError(
+            f"the model reads metadata {name!r}, which is not declared",
+            remedy=f"Declare it under `metadata`; declared are {', '.join(self) or 'none'}.",
+        )
+
+
+class ForwardFacts:
+    """What captures found of the forward, for as long as its graphs live.
+
+    Attributes:
+        capture_visible: Modes in which packages see captures.
+        aside: Paths that eager pieces change.
+        changes_python: Paths that each run changes.
+        overwritten: Ids of storages that each run overwrites unread.
+        is_coarse: In half precision or TensorFloat32.
+        outside: What graphs read, and others may drop.
+        read_whole: Bytes of storages by id, as in a Footprint.
+    """
+
+    def __init__(self) -> None:
+        self.capture_visible = set[CUDAGraphMode]()
+        self.aside = set[str]()
+        self.written = dict[str, Tensor]()
+        self.overwritten = set[int]()
+        self.read_whole = dict[int, int]()
+        self.changes_python = set[str]()
+        self.is_coarse = False
+        self.outside = list[Tensor]()
+        self.notes = list[str]()
+
+    @property
+    def storages_written(self) -> set[int]:
+        """Their ids."""
+        found = set(self.overwritten)
+        for tensor in self.written.values():
+            found.add(tensor.untyped_storage()._cdata)
+        return found
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of what each run reads and none writes."""
+        written = self.storages_written
+        total = 0
+        for storage, nbytes in self.read_whole.items():
+            if storage not in written:
+                total += nbytes
+        return total
+
+    def note(self, *warnings: str) -> None:
+        for warning in warnings:
+            if warning not in self.notes:
+                self.notes.append(warning)
 
 
 @dataclass(frozen=True)
@@ -41,24 +114,55 @@ class RealRows:
 
 
 @dataclass(eq=False, repr=False)
-class ModelGraphs(ModelForward):
-    """A model's forward with its graphs. It owns all but the model and a given ``pool``.
+class ModelGraphs:
+    """A model with its graphs. It owns all but the model and a given ``pool``.
 
     Attributes:
+        roots: The objects whose state counts, by name.
         is_alone: No other rank runs the same forwards.
     """
 
+    plan: Plan
+    config: Config
+    model: Callable[..., Any]
+    backend: GraphBackend
+    before_key: BeforeKey | None = None
+    on_demand: bool = False
+    state: State = None
     real_rows: RealRows | None = None
     pool: InitVar[GraphPool | None] = None
     ranks: RankSync = SINGLE_RANK
+    route: SplitRoute = field(init=False)
+    wrapper: CUDAGraphWrapper = field(init=False)
 
     def __post_init__(self, pool: GraphPool | None) -> None:
+        backend = self.backend
+        state = self.state
+        policy = self.config.compilation.address_policy
         self.pools = RunnerPools(
             self.config.compilation.pool,
-            self.backend,
+            backend,
             pool,
         )
-        super().__post_init__()
+        self.scope = CaptureScope(None, backend, address_check=policy)
+        self.allocate_buffers(self.plan.keys)
+        self.generators: tuple[torch.Generator, ...] = ()
+        self.facts = ForwardFacts()
+        self.roots: dict[str, Any] = {}
+        if isinstance(state, Mapping):
+            self.roots |= state
+        elif state is None:
+            self.roots["model"] = self.model
+        elif not isinstance(state, Iterable):
+            raise ConfigError(
+                f"state is {state!r:.80}",
+                remedy="List the objects whose tensors the model uses: state=[model].",
+            )
+        else:
+            for index, item in enumerate(state):
+                self.roots[f"state[{index}]"] = item
+        self.addresses = AddressChecks(self.roots, backend.device, policy)
+        self.ambient = AmbientState.now(backend.device.type)
         self.outputs = OutputRows(self.config)
         self.looked_at = ""
         self.state_records: tuple[StateRecord, ...] = ()
@@ -66,6 +170,151 @@ class ModelGraphs(ModelForward):
         self._rehearsal: Rehearsal | None = None
         self._fingerprint: Fingerprint | None = None  # after the last rehearsal
         self._retired: list[tuple[list[Callable[[], bool]], Callable[[], None]]] = []
+
+    # --- buffers ----------------------------------------------------------------------------------
+
+    def allocate_buffers(self, keys: Sequence[Key]) -> None:
+        """Captures on demand make buffers as needed. Raises CaptureMemoryError and
+        BackendError.
+        """
+        config = self.config
+        most = widest(keys)
+        self.most_tokens = max(most.values(), default=0)
+        if not most:
+            most = {(1,) * (len(config.dim_names) - 1): 0}
+        rows = {}
+        for sizes, tokens in most.items():
+            rows[sizes] = tokens, min(tokens, self.plan.max_num_seqs)
+        self.buffers = StaticBoxes(
+            rows,
+            config.tensors_at,
+            self.backend.device,
+        )
+        if not self.on_demand:
+            for sizes in rows:
+                self.buffers[sizes]
+
+    def padded_reqs(self, descriptor: BatchDescriptor) -> int:
+        """The most requests, if a key leaves them open."""
+        if descriptor.num_reqs is not None:
+            return descriptor.num_reqs
+        return min(descriptor.num_tokens, self.plan.max_num_seqs)
+
+    def views(self, descriptor: BatchDescriptor) -> dict[str, Tensor]:
+        return self.buffers[descriptor.sizes].views(
+            descriptor.num_tokens,
+            self.padded_reqs(descriptor),
+        )
+
+    def use_generators(self, found: Iterable[torch.Generator]) -> None:
+        known = set(map(number_of, self.generators))
+        for generator in found:
+            if number_of(generator) not in known:
+                self.generators += (generator,)
+                self.backend.register_generator(generator)
+
+    # --- runs -------------------------------------------------------------------------------------
+
+    def runs_python_again(self, mode: CUDAGraphMode) -> bool:
+        """Whether a replay runs Python between wrappers."""
+        return mode is CUDAGraphMode.PIECEWISE and self.route.name == "wrappers"
+
+    def frozen(
+        self,
+        mode: CUDAGraphMode,
+        paths: Iterable[str],
+    ) -> list[str]:
+        """Paths that no replay changes."""
+        if self.runs_python_again(mode):
+            return []
+        return [path for path in paths if not is_within(path, self.facts.aside)]
+
+    def capture_answers(
+        self,
+        mode: CUDAGraphMode,
+        *,
+        capturing: bool,
+    ) -> AbstractContextManager[None]:
+        is_visible = mode in self.facts.capture_visible
+        hidden_from = self.config.compilation.hide_capture_from
+        # eager pieces ask torch
+        if is_visible and capturing:
+            hidden_from = ()
+        return answering(
+            hidden_from,
+            lambda _: is_visible,
+        )
+
+    def check_autocast(self) -> None:
+        done = "traced" if self.route.name == "ops" else "captured"
+        self.ambient.refuse_other_autocast(self.backend.device.type, done)
+
+    def warm_up(self, key: Key) -> Any:
+        mode, descriptor = key
+        call = self.route.warm
+        if mode is CUDAGraphMode.FULL:
+            call = self.route.whole
+        cache = autocast_cache(on=self.runs_python_again(mode))
+        with cache, self.capture_answers(mode, capturing=False), span("warm-up"):
+            return self.run(call, CUDAGraphMode.NONE, descriptor, self.views(descriptor))
+
+    def run_wrapped(
+        self,
+        key: Key,
+        tensors: Tensors,
+    ) -> Any:
+        """Through the wrapper, which captures while the scope is open, and replays else."""
+        mode, descriptor = key
+        call = self.route.forward
+        if mode is CUDAGraphMode.FULL:
+            call = self.wrapper
+        return self.run(call, mode, descriptor, tensors)
+
+    def run_eager(
+        self,
+        descriptor: BatchDescriptor,
+        tensors: Tensors,
+    ) -> Any:
+        with autocast_cache(on=self.route.name == "wrappers"):
+            return self.run(self.model, CUDAGraphMode.NONE, descriptor, tensors)
+
+    def run_unpadded(
+        self,
+        descriptor: BatchDescriptor,
+        values: Iterable[Tensor],
+    ) -> Any:
+        """``values``: in the order of their declaration, on the device or on the host."""
+        named = {}
+        for name, value in zip(self.config.tensors, values, strict=True):
+            named[name] = value.to(self.backend.device)
+        return self.run_eager(descriptor, named)
+
+    def run(
+        self,
+        call: Callable[..., Any],
+        mode: CUDAGraphMode,
+        descriptor: BatchDescriptor,
+        tensors: Tensors,
+    ) -> Any:
+        """The metadata goes into the forward context."""
+        inputs = {}
+        for name in self.config.inputs:
+            inputs[name] = tensors[name]
+        metadata = _Metadata()
+        for name in self.config.metadata:
+            metadata[name] = tensors[name]
+        with (
+            torch.no_grad(),
+            forward_context(
+                mode,
+                descriptor,
+                metadata,
+                scope=self.scope,
+            ),
+        ):
+            return call(**inputs)
+
+    # --- its route --------------------------------------------------------------------------------
 
     def choose_route(self, given: SplitRoute | None = None) -> None:
         """Make the model ready for runs; may run it on padding. Raises as
@@ -114,6 +363,8 @@ class ModelGraphs(ModelForward):
             self.backend.device,
             draws=True,
         )
+        if not isinstance(self.state, Mapping | None):
+            self._note_empty(before)
         put_back = PutBack(before, copy_limit(self.config.compilation, self.backend))
         self.use_generators(before.generators)
         self._rehearsal = Rehearsal(self, put_back)
@@ -128,6 +379,16 @@ class ModelGraphs(ModelForward):
             with suppress(*lost):  # a lost device raises its own error
                 self._end_rehearsal(put_back)
             put_back.drop_copies()
+
+    def _note_empty(self, record: Fingerprint) -> None:
+        for name, item in self.roots.items():
+            found = any(place.path.startswith(name) for place in record.of_tensors)
+            # another root may have led there first
+            if not found and not Fingerprint.of({name: item}, self.backend.device).tensors:
+                self.facts.note(
+                    f"{name} ({type(item).__name__}) holds no tensor: `state` lists the objects "
+                    "whose tensors the model uses"
+                )
 
     def fingerprint(self) -> Fingerprint:
         if self._fingerprint is not None and not self._fingerprint.changes():
@@ -311,3 +572,290 @@ class ModelGraphs(ModelForward):
         self.facts.written = {}
         self._fingerprint = None
         self.backend.release_cached()
+
+
+class Rehearsal:
+    """Runs ahead of captures, and captures.
+
+    Attributes:
+        judged: Modes whose first run was compared with the look.
+    """
+
+    def __init__(
+        self,
+        graphs: ModelGraphs,
+        put_back: PutBack,
+    ) -> None:
+        self.put_back = put_back
+        self._graphs = graphs
+        self.footprints: dict[CUDAGraphMode, Footprint] = {}
+        self._outdated = set[CUDAGraphMode]()  # footprints
+        self.judged = set[CUDAGraphMode]()
+        self._changed: Mapping[str, Change] = {}
+        # met only by a capture
+        self._late_syncs: dict[CUDAGraphMode, HostSyncError] = {}
+
+    # --- looks ------------------------------------------------------------------------------------
+
+    def set_context(self, key: Key) -> None:
+        self.put_back.key = key
+        graphs = self._graphs
+        if graphs.before_key is None:
+            return
+        mode, descriptor = key
+        try:
+            with self.put_back.setting_context():
+                graphs.before_key(mode, descriptor, graphs.views(descriptor))
+        except Exception as error:
+            raise explain_failure(error, f"{mode} {descriptor}") from error
+
+    def look(self, key: Key) -> None:
+        """Run the forward and watch its operators, once for each mode; again where a library has to
+        see the capture. Raises CaptureError.
+        """
+        self.set_context(key)
+        mode, descriptor = key
+        earlier = self.footprints.get(mode)
+        if earlier is not None and mode not in self._outdated:
+            return
+        graphs = self._graphs
+        route = graphs.route
+        model = graphs.model
+        is_piecewise = mode is CUDAGraphMode.PIECEWISE
+        split = self._split_at() if is_piecewise else ()
+        breaks = route.breaks if is_piecewise else None
+        if breaks is not None:
+            model = partial(breaks.forward, model)
+        views = graphs.views(descriptor)
+        look_at = partial(
+            look,
+            partial(graphs.run, model, CUDAGraphMode.NONE, descriptor, views),
+            self.put_back,
+            inputs=list(views.values()),
+            part="eager piece" if graphs.runs_python_again(mode) else "segment",
+            eager_ops=split,
+            is_whole=not is_piecewise,
+            hidden_from=graphs.config.compilation.hide_capture_from,
+        )
+        because = self._late_syncs.get(mode)
+        with span("look"):
+            found = look_at(capture_visible_because=because)
+            if because is None and found.packages_that_ask and found.host_sync is not None:
+                found = look_at(capture_visible_because=found.host_sync)
+        if found.seeded is not None:
+            raise CaptureError(
+                f"the forward sets the state of {found.seeded}; a replay would not",
+                remedy="Seed generators outside of the forward, or keep that part in an eager "
+                "piece.",
+            )
+        if found.host_sync is not None and not isinstance(found.host_sync, HostSyncError):
+            raise found.host_sync  # tagged as unsafe
+        if breaks is not None and found.error is None:
+            refuse_missing_ops(split, found.names)
+        if earlier is not None:  # first use was then
+            for storage, reference in earlier.from_inputs.items():
+                if not reference.expired():
+                    found.from_inputs[storage] = reference
+            found.value_read = found.value_read or earlier.value_read
+        self._outdated.discard(mode)
+        self.footprints[mode] = found
+        if is_piecewise and route.name in ("modules", "wrappers"):
+            route.operators = found.operators
+        self._note_found(mode, found, views.values())
+
+    def _split_at(self) -> Iterable[str]:
+        by_route = {"ops": DEFAULT_SPLITTING_OPS, "modules": ()}
+        name = self._graphs.route.name
+        if name not in by_route:
+            return ()
+        given = self._graphs.config.compilation.splitting_ops
+        return by_route[name] if given is None else given
+
+    def _note_found(
+        self,
+        mode: CUDAGraphMode,
+        found: Footprint,
+        views: Iterable[Tensor],
+    ) -> None:
+        graphs = self._graphs
+        facts = graphs.facts
+        addresses = graphs.addresses
+        read = set(map(id, found.reads.values()))
+        of_pieces = set[int]()
+        # else FULL graphs read the tensors of eager pieces
+        if graphs.plan.mode is CUDAGraphMode.PIECEWISE and graphs.route.breaks is not None:
+            for module in graphs.route.breaks.modules.values():
+                of_pieces.update(map(id, module.parameters()))
+                of_pieces.update(map(id, module.buffers()))
+        addresses.reads |= found.reads.keys()
+        for path, place in self.put_back.before.places.items():
+            if id(place.value) in read:
+                addresses.reads.add(path)
+            elif id(place.value) in of_pieces and path not in addresses.reads:
+                addresses.volatile.add(path)
+        facts.overwritten |= found.overwritten
+        facts.read_whole |= found.read_whole
+        facts.outside += found.outside
+        facts.is_coarse |= self._is_coarse(found, [*views, *found.reads.values()])
+        because = found.capture_visible_because
+        if because is not None:
+            facts.capture_visible.add(mode)
+            packages = ", ".join(sorted(found.packages_that_ask))
+            facts.note(
+                f"{packages} is told of captures, and may run slower kernels there than in eager "
+                f"calls (attention with masks that mask nothing): as in eager calls, "
+                f"{because.message}"
+            )
+        graphs.use_generators(found.generators.values())
+
+    def _is_coarse(
+        self,
+        found: Footprint,
+        tensors: list[Tensor],
+    ) -> bool:
+        device = self._graphs.backend.device.type
+        if AmbientState.now(device).autocast is not None:
+            return True
+        if any(tensor.dtype in _HALVES for tensor in tensors):
+            return True
+        if device != "cuda":
+            return False
+        if torch.get_float32_matmul_precision() != "highest":
+            return True
+        return torch.backends.cudnn.allow_tf32 and any("conv" in name for name in found.names)
+
+    def forget_look(self, mode: CUDAGraphMode, failure: Any) -> bool:
+        """Whether another look helps: the capture alone needed the host, and packages are told."""
+        found = self.footprints.get(mode)
+        if found is None:  # the look itself failed
+            return False
+        is_hidden = found.packages_that_ask and found.capture_visible_because is None
+        if is_hidden and isinstance(failure, HostSyncError):
+            self._late_syncs[mode] = failure
+            self._outdated.add(mode)
+            return True
+        if mode not in self.judged:  # the look may have failed there, too
+            self._outdated.add(mode)
+        return False
+
+    # --- runs after a look ------------------------------------------------------------------------
+
+    @contextmanager
+    def judged_run(
+        self,
+        mode: CUDAGraphMode,
+        *,
+        captures: bool = False,
+    ) -> Iterator[None]:
+        """A block of one run; a mode's first is compared with the look. Raises CaptureError for
+        what a replay would not repeat.
+        """
+        is_first = mode not in self.judged
+        with self.put_back.run(captures=captures, enters_made=is_first) as self._changed:
+            yield
+        if is_first:
+            self._judge(mode, self._changed)
+
+    def _judge(self, mode: CUDAGraphMode, changed: Mapping[str, Change]) -> None:
+        graphs = self._graphs
+        facts = graphs.facts
+        found = self.footprints[mode]
+        compilation = graphs.config.compilation
+        if not graphs.runs_python_again(mode):
+            self._refuse_rebound(found, changed)
+        made = self.put_back.made_of(found.from_inputs)
+        if made:
+            self._refuse(f"computes {_listed(made)} {_FROM_PADDING}")
+        if compilation.strict and found.writes_input is not None:
+            raise CaptureError(
+                f"the forward writes into an argument, at {found.writes_input}; a graph would "
+                "write into its copy",
+                remedy="Write into a tensor of the model, or return the result.",
+            )
+        python = list(self.changes)
+        facts.changes_python.update(python)
+        facts.aside |= found.aside
+        python = graphs.frozen(mode, python)
+        if python and compilation.strict:
+            raise CaptureError(
+                f"each run changes {changed[python[0]]}; a replay runs no Python",
+                remedy="Keep it in a tensor, or name it in `ignore` if it decides nothing: "
+                f"ignore=[{python[0]!r}].",
+            )
+        self.judged.add(mode)
+        if python:
+            facts.note(
+                f"the forward changes {_listed(python)}; replays do not, nor do they see it change"
+            )
+
+    @property
+    def changes(self) -> dict[str, Change]:
+        """Of Python by the last run, but what is ignored."""
+        ignore = self._graphs.config.compilation.ignore
+        found = self._changed.items()
+        return {path: change for path, change in found if not is_ignored(path, ignore)}
+
+    @property
+    def left(self) -> str:
+        """Paths of Python and tensors that the last run changed, and not each run does."""
+        return _listed([*self._left, *self.put_back.newly_written])
+
+    @property
+    def _left(self) -> dict[str, Change]:
+        is_steady = self.put_back.is_steady
+        return {path: change for path, change in self.changes.items() if not is_steady(path)}
+
+    def refuse_changed(self, what: str) -> None:
+        """Raise CaptureError if the last run, which failed, left more than attributes."""
+        for change in self._left.values():
+            if not self.put_back.before.is_attribute(change):
+                raise CaptureError(
+                    f"{what}: the capture failed without a warm-up, and left {change}",
+                    remedy=REBUILD_AND_WARM_UP,
+                )
+
+    def refuse_first_use(self, mode: CUDAGraphMode) -> None:
+        """Raise CaptureError if an input's value made something on first use, or first use prepared
+        what later runs change.
+        """
+        found = self.footprints[mode]
+        if self.put_back.made:
+            if found.value_read:
+                self._refuse(f"computes a value for the host ({found.value_read}) {_FROM_PADDING}")
+            prepared = self.put_back.prepared
+            if prepared:
+                self._refuse(f"prepares {_listed(prepared)} on first use, and changes it later")
+        found.value_read = None
+
+    def _refuse(self, does: str) -> None:
+        remedy = "Run the model on one real batch before the capture."
+        if self.put_back.leaves_python:
+            remedy = (
+                "Lists and hidden flags keep what they were given, so build the model again. "
+                f"{remedy}"
+            )
+        raise CaptureError(f"the forward {does}", remedy=remedy)
+
+    def _refuse_rebound(self, found: Footprint, changed: Mapping[str, Change]) -> None:
+        stale = [path for path in found.stale if path in changed]
+        if stale:
+            raise CaptureError(
+                f"an eager piece reads {_listed(stale)}, which graph code binds on each call; a "
+                "replay would not",
+                remedy="Pass it to the piece as an argument, or have the piece compute it.",
+            )
+        refused = self.put_back.rebound(found.reads, changed)
+        for path, change in changed.items():
+            if change.is_reshaped and not is_within(path, found.aside):
+                refused.append(path)
+        if refused:
+            raise CaptureError(
+                f"the forward reads {_listed(refused)} and binds it again on each call; a graph "
+                "reads the one of the capture",
+                remedy="Write in place (self.cache.add_(x), a one-element tensor for a counter), "
+                "pass it as an input, or do it outside of the forward.",
+            )
+
+
+def _listed(paths: Iterable[str]) -> str:
+    return ", ".join(path.removeprefix("model.") for path in [*paths][:5])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import re
 import struct
 import types
@@ -610,7 +609,7 @@ def _changes_of(contents: Mapping[str, Contents]) -> list[Change]:
             found.append(Change(path, held.kind.__name__, type(owner).__name__))
         elif owner is not None and object.__getattribute__(owner, "__dict__") is not held.value:
             found.append(Change(path, "its own", "another one"))
-        elif has_length and all(map(operator.is_, held.keys, held.base.__iter__(held.value))):
+        elif has_length and held.has_same_keys():
             continue
         elif not held.is_dict:
             found.append(Change(f"len({path})", held.length, length))

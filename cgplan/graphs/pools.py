@@ -141,6 +141,7 @@ class RunnerPools:
         self._given = given
         self._pools: dict[Any, Any] = {} if given is None else {None: given.handle}
         self._old: list[Any] = []
+        self._last_nbytes = 0
         if given is not None:
             given.members.add(self)
 
@@ -154,7 +155,15 @@ class RunnerPools:
         return self.memory().nbytes
 
     def memory(self) -> PoolMemory:
-        return self._backend.pool_memory(*self._pools.values(), *self._old)
+        found = self._backend.pool_memory(*self._pools.values(), *self._old)
+        self._last_nbytes = found.nbytes
+        return found
+
+    @property
+    def last_nbytes(self) -> int:
+        """As last read, unless it may have changed since."""
+        is_certain = not self.is_given and not self._old
+        return self._last_nbytes if is_certain else self.nbytes
 
     @property
     def left_bytes(self) -> int:
@@ -191,3 +200,4 @@ class RunnerPools:
 
     def _forget_empty(self) -> None:
         self._old = [pool for pool in self._old if self._backend.pool_bytes(pool)]
+        self.memory()

@@ -33,7 +33,7 @@ from cgplan.buffers.compare import differences
 from cgplan.buffers.static import example_batch
 from cgplan.captures.environment import describe_environment
 from cgplan.captures.failures import drop_locals
-from cgplan.captures.model_forward import BeforeKey
+from cgplan.captures.model_graphs import BeforeKey
 from cgplan.config import CompilationConfig, Config
 from cgplan.errors import (
     CaptureError,

@@ -8,7 +8,7 @@ from typing import Any
 
 from cgplan.backends import GraphBackend, select_backend
 from cgplan.captures.captured_keys import Progress
-from cgplan.captures.model_forward import BeforeKey
+from cgplan.captures.model_graphs import BeforeKey
 from cgplan.config import Config
 from cgplan.errors import BackendError, CgplanError
 from cgplan.graphs.pools import GraphPool

@@ -13,8 +13,7 @@ import torch
 
 from cgplan.backends.context import random_state_kept
 from cgplan.captures.captured_keys import CapturedKeys
-from cgplan.captures.model_forward import Rehearsal
-from cgplan.captures.model_graphs import ModelGraphs
+from cgplan.captures.model_graphs import ModelGraphs, Rehearsal
 from cgplan.errors import CaptureMemoryError, CgplanError, TrafficError
 from cgplan.modes import CUDAGraphMode, Key
 from cgplan.optimizer.propose import PlanInputs, plan_graphs

@@ -9,11 +9,9 @@ from typing import Any
 
 from cgplan.backends import GraphBackend
 from cgplan.captures.audit import prove
-from cgplan.captures.budget import fitting
-from cgplan.captures.captured_keys import CapturedKeys, Progress
+from cgplan.captures.captured_keys import CapturedKeys, Progress, fitting
 from cgplan.captures.failures import drop_locals
-from cgplan.captures.model_forward import BeforeKey, State
-from cgplan.captures.model_graphs import ModelGraphs, RealRows
+from cgplan.captures.model_graphs import BeforeKey, ModelGraphs, RealRows, State
 from cgplan.captures.rank_sync import SINGLE_RANK, RankSync
 from cgplan.config import Config
 from cgplan.errors import CaptureMemoryError, CgplanError, ConfigError, PlanError

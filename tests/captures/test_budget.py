@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from cgplan.backends import GraphBackend, select_backend
 from cgplan.backends.tape import TapeBackend
-from cgplan.captures.budget import NO_GRAPH, fitting
+from cgplan.captures.captured_keys import NO_GRAPH, fitting
 from cgplan.config import Config, validate_config
 from cgplan.errors import CaptureError, CaptureMemoryError, DispatchMissError, HostSyncError
 from cgplan.graphs.pools import GraphPool
@@ -537,7 +537,8 @@ def ticking(monkeypatch: pytest.MonkeyPatch, step: float) -> None:
     """A clock for the budget that goes on by ``step`` seconds each time somebody looks."""
     clock = count()
     monkeypatch.setattr(
-        "cgplan.captures.budget.time", SimpleNamespace(perf_counter=lambda: next(clock) * step)
+        "cgplan.captures.captured_keys.time",
+        SimpleNamespace(perf_counter=lambda: next(clock) * step),
     )
     monkeypatch.setattr(
         "cgplan.runner.session.time", SimpleNamespace(perf_counter=lambda: next(clock) * step)
@@ -582,7 +583,7 @@ def test_seconds_are_those_of_captures_alone(monkeypatch: pytest.MonkeyPatch) ->
     """What a plan predicts is what counts: a plan inside the budget is captured whole, however long buffers take."""
     now = [0.0]
     clock = SimpleNamespace(perf_counter=lambda: now[0])
-    monkeypatch.setattr("cgplan.captures.budget.time", clock)
+    monkeypatch.setattr("cgplan.captures.captured_keys.time", clock)
     monkeypatch.setattr("cgplan.runner.session.time", clock)
 
     class Slow(TapeBackend):
@@ -605,7 +606,7 @@ def test_graphs_that_are_captured_again_outlast_the_time(monkeypatch: pytest.Mon
     """A value for the host fails the third capture, and all start again, with warm-ups."""
     now = [0.0]
     clock = SimpleNamespace(perf_counter=lambda: now[0])
-    monkeypatch.setattr("cgplan.captures.budget.time", clock)
+    monkeypatch.setattr("cgplan.captures.captured_keys.time", clock)
 
     class Slow(TapeBackend):
         def begin(self, graph: Any) -> None:

@@ -121,6 +121,24 @@ def test_what_stays_as_a_run_left_it_needs_one_warm_up(backend: GraphBackend) ->
     serves_right(backend, runner, by_calls, 3)
 
 
+def test_a_capture_that_fails_once_is_tried_again_though_a_global_changes(
+    backend: GraphBackend,
+) -> None:
+    global _calls
+    _calls = 1
+
+    def model(x: Tensor) -> Tensor:
+        y = by_calls(x)
+        if _calls == 7:  # the third capture
+            raise RuntimeError("once")
+        return y
+
+    runner = open_runner(backend, model)
+    assert runner.report.started_again is not None
+    assert "once" in runner.report.started_again
+    serves_right(backend, runner, model, 3)
+
+
 _kept: Tensor | None = None
 
 

@@ -26,7 +26,7 @@ from devices import Unowned, Watching, WithDriver
 
 from cgplan.backends import GraphBackend
 from cgplan.backends.tape import TapeBackend
-from cgplan.captures.budget import NO_GRAPH
+from cgplan.captures.captured_keys import NO_GRAPH
 from cgplan.cli.costs import costs_of
 from cgplan.config import Config, Input, LoadedConfig, validate_config
 from cgplan.errors import (
@@ -435,7 +435,7 @@ def test_seconds_between_captures_do_not_count(monkeypatch: pytest.MonkeyPatch) 
             now[0] += 60.0
             super().begin(graph)
 
-    monkeypatch.setattr("cgplan.captures.budget.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("cgplan.captures.captured_keys.time.perf_counter", lambda: now[0])
     backend = Slow()
     runner = open_runner(backend, "lazy", budget={"capture_time": 100})
     now[0] = 5000.0
