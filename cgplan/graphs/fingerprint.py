@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 import struct
 import types
@@ -605,11 +606,16 @@ def _changes_of(contents: Mapping[str, Contents]) -> list[Change]:
         owner = held.owner
         length = held.base.__len__(held.value)
         has_length = length == held.length
+        keys = held.base.__iter__(held.value)
+        if held.holds == "items":
+            has_keys = all(map(operator.is_, held.keys, keys))
+        else:
+            has_keys = held.keys == [*keys]
         if type(owner) is not held.kind:
             found.append(Change(path, held.kind.__name__, type(owner).__name__))
         elif owner is not None and object.__getattribute__(owner, "__dict__") is not held.value:
             found.append(Change(path, "its own", "another one"))
-        elif has_length and held.has_same_keys():
+        elif has_length and has_keys:
             continue
         elif not held.is_dict:
             found.append(Change(f"len({path})", held.length, length))

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dis
 import io
-import operator
 import random
 import re
 import sys
@@ -151,11 +150,6 @@ class Contents:
         self.is_dict = issubclass(base, dict)
         self.keys = list(base.__iter__(self.value)) if self.is_dict else []
         self.kind = type(self.owner)
-
-    def has_same_keys(self) -> bool:
-        if self.holds != "items":
-            return self.keys == [*self.value]
-        return all(map(operator.is_, self.keys, self.base.__iter__(self.value)))
 
 
 @dataclass(slots=True)
