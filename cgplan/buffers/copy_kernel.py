@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cgplan.buffers.batch import is_dense
 from cgplan.buffers.copier import BatchCopy, Copier, CopyIn
 from cgplan.buffers.pinned import ALIGNMENT, StagingBlocks
 from cgplan.buffers.static import StaticBuffer, StaticBuffers, pad_value
@@ -44,9 +45,6 @@ _COUNTS: dict[str | None, int] = {
 }
 _OTHER_CONTEXT = (201, 400)  # CUDA_ERROR_INVALID_CONTEXT, _HANDLE
 _address = Tensor.data_ptr
-_is_contiguous = Tensor.is_contiguous
-_is_conj = Tensor.is_conj
-_is_neg = Tensor.is_neg
 _memcpy = ctypes.CDLL(None).memcpy
 # quicker than to release the interpreter's lock
 _memcpy_small = ctypes.PyDLL(None).memcpy
@@ -205,8 +203,6 @@ class KernelBatchCopy(BatchCopy):
         self._copier = copier
         self._targets = copier.targets
         super().__init__(copier, *counts)
-        dtypes = [buffer.tensor.dtype for buffer in self._buffers]
-        self._may_be_lazy = any(d.is_floating_point or d.is_complex for d in dtypes)
         self._in_place = [target.address for target in self._targets]
         self._write = struct.Struct(f"=4I{len(self._in_place)}Q").pack_into
         # the second covers all padding, after a much larger batch
@@ -214,8 +210,7 @@ class KernelBatchCopy(BatchCopy):
         near = list(map(_Target.nbytes, self._targets, self._padded_rows))
         far = [buffer.tensor.nbytes for buffer in self._buffers]
         self._configs = (copier.config(near), copier.config(far))
-        self._config_at = ctypes.addressof(self._configs[0])
-        self._wide_config_at = ctypes.addressof(self._configs[1])
+        self._near_at, self._far_at = map(ctypes.addressof, self._configs)
         self._stream = 0
 
     def look_at_writes(self) -> None:
@@ -262,9 +257,7 @@ class KernelBatchCopy(BatchCopy):
         if sources == self._in_place:
             self.pad(values, stream)
             return
-        base = 0
-        if on_host:
-            base = self._copier.blocks.take(self._staged_bytes, stream)
+        base = self._copier.blocks.take(self._staged_bytes, stream) if on_host else 0
         for index in on_host:
             address = base + self._offsets[index]
             _memcpy(address, sources[index], self._sizes[index])
@@ -289,15 +282,10 @@ class KernelBatchCopy(BatchCopy):
         is_alike: bool,
     ) -> list[int] | None:
         """None unless all are dense."""
-        if not is_alike:
-            if not all(map(_is_contiguous, values)):
-                return None
-            if self._may_be_lazy and (any(map(_is_neg, values)) or any(map(_is_conj, values))):
-                return None
-        sources = list(map(_address, values))
-        if 0 in sources:
+        if not is_alike and not all(map(is_dense, values)):
             return None
-        return sources
+        sources = list(map(_address, values))
+        return None if 0 in sources else sources
 
     def _from_device(
         self,
@@ -372,7 +360,7 @@ class KernelBatchCopy(BatchCopy):
                 _STREAM.pack_into(config, _STREAM_AT, stream)
             self._stream = stream
         near = marks.tokens <= self._near and marks.exposed_tokens <= self._near
-        config_at = self._config_at if near else self._wide_config_at
+        config_at = self._near_at if near else self._far_at
         launch = self._copier.kernel.launch
         code = launch(config_at, arguments.function, arguments.at, None)
         # this thread is on no GPU yet, or on another

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from cgplan.backends.context import AddressPolicy
+from cgplan.buffers.batch import never
 from cgplan.errors import AddressError
 from cgplan.graphs.fingerprint import Change, Fingerprint, Place, Stateful, Traits
 from cgplan.graphs.walk import Contents, InClass, Via
@@ -353,10 +354,6 @@ def _holds(compared: Iterable[_Compared]) -> bool:
     return True
 
 
-def _never() -> bool:
-    return False
-
-
 class AddressChecks:
     """Refuses replays once tensors that graphs read have moved.
 
@@ -373,7 +370,7 @@ class AddressChecks:
         self.reads = set[str]()
         self.volatile = set[str]()
         self.is_outdated = True
-        self.holds: Callable[[], bool] = _never
+        self.holds: Callable[[], bool] = never
         self._sealed: Fingerprint | None = None
         self._detector: ChangeDetector | None = None
         self._checked = set[Key]()
@@ -452,7 +449,7 @@ class AddressChecks:
     def forget_all(self) -> None:
         self._sealed = None
         self._detector = None
-        self.holds = _never
+        self.holds = never
 
     def at_capture(self) -> dict[int, str]:
         """Paths by address."""

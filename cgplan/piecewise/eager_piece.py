@@ -27,6 +27,7 @@ from torch.utils._pytree import (
     is_namedtuple_instance,
     tree_flatten,
     tree_leaves,
+    tree_structure,
     tree_unflatten,
 )
 from torch.utils.weak import WeakIdKeyDictionary
@@ -44,13 +45,14 @@ from cgplan.backends.host_sync import (
     storages_of,
     tensors_in,
 )
+from cgplan.buffers.batch import alike_to, never
 from cgplan.buffers.outputs import hides_tensors
 from cgplan.errors import CaptureError
 from cgplan.graphs.footprint import modules_reached
 from cgplan.graphs.put_back import bytes_of
 
-_, _LEAF = tree_flatten(None)
-_, _EMPTY = tree_flatten(())
+_LEAF = tree_structure(None)
+_EMPTY = tree_structure(())
 Copies = list[tuple[Tensor, Tensor]]  # slot, value
 Attribute = tuple[torch.nn.Module, str]
 Make = Callable[[], Any]
@@ -203,13 +205,11 @@ class EagerPiece:
             self._bound[attribute] = slot
             copies.append((slot, value.detach()))
         self._only: Place | None = None  # for one leaf, or ()
-        if not self._bound and not self._shared:
-            if self._spec == _LEAF:
-                self._only = self._results[0]
-            elif self._spec == _EMPTY:
-                self._only = Place(value=())
-        _, flat = tree_flatten(tuple(handed))
-        self._is_flat = self._spec == flat
+        self._slot: Tensor | None = None
+        self._is_alike = never
+        if not self._bound and not self._shared and self._spec in (_LEAF, _EMPTY):
+            self._only, *_ = *self._results, Place(value=())
+        self._is_flat = self._spec == tree_structure(tuple(handed))
         del self._values, self._blocks
         return tree_unflatten(handed, self._spec), copies
 
@@ -224,13 +224,26 @@ class EagerPiece:
         for where, key, make in self._makers:
             where[key] = make()
         result = self.function(*self._args, **self._kwargs)
+        slot = self._slot
+        if (
+            slot is not None
+            and type(result) is Tensor
+            and not result.is_nested
+            and self._is_alike(result)
+        ):
+            slot.copy_(result)
+            return
         only = self._only
         if only is None or not only.fits(result):
             self._deliver(result)
         elif only.slot is not None:
-            if result.requires_grad:
-                result = result.detach()
-            only.slot.copy_(result)
+            fill(
+                [(only.slot, result)],
+                together=False,
+            )
+            if not result.requires_grad:
+                self._slot = only.slot
+                self._is_alike = alike_to([result])
 
     def _deliver(self, result: Any) -> None:
         is_tuple = self._is_flat and type(result) is tuple
@@ -243,9 +256,8 @@ class EagerPiece:
         copies = Copies()
         for place, value in zip(self._results, values, strict=True):
             if not place.fits(value):
-                found = described(value)
                 raise self._changed(
-                    found,
+                    described(value),
                     f"{place}",
                 )
             if place.slot is not None:
@@ -262,8 +274,7 @@ class EagerPiece:
                 continue
             if value.shape == slot.shape and value.dtype is slot.dtype:
                 copies.append((slot, value))
-        if copies:
-            fill(copies, together=not self._shared)
+        fill(copies, together=not self._shared)
 
     def _keep(
         self,
@@ -532,8 +543,7 @@ def _sharing(
     for i in which:
         value = values[i]
         begin = value.storage_offset() * value.itemsize
-        address = _address(value)
-        first, begin_of_first = firsts.setdefault(address, (i, begin))
+        first, begin_of_first = firsts.setdefault(_address(value), (i, begin))
         strides = []
         for dim, stride in enumerate(value.stride()):
             if value.shape[dim] > 1:

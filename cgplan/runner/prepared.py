@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from cgplan.backends.context import ForwardContext, reset_context, set_context
+from cgplan.buffers.batch import never
 from cgplan.buffers.copier import Copier, CopyIn
 from cgplan.captures.model_graphs import ModelGraphs
 from cgplan.graphs.wrapper import CUDAGraphEntry
@@ -19,29 +20,10 @@ from cgplan.modes import CUDAGraphMode
 from cgplan.runner.routing import RoutedBatch
 from cgplan.runner.stats import BatchCount
 
-try:
-    from torch._C._dynamo.guards import TensorGuards
-except ImportError:  # two microseconds slower
-    TensorGuards = None  # type: ignore[assignment,misc]
-
 Values = Sequence[Tensor]
 Replay = Callable[[], None]
 Read = Callable[[], Any]
 NEVER = -1
-
-
-def never(*_: object) -> bool:
-    return False
-
-
-def alike_to(values: Values) -> Callable[..., bool]:
-    """Whether tensors, none of them nested, equal these in all but numbers and addresses."""
-    if TensorGuards is None:
-        return never
-    for value in values:
-        if not value.is_contiguous() or value.is_conj() or value.is_neg():
-            return never
-    return TensorGuards(*values, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
 
 
 @dataclass(slots=True)

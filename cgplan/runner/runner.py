@@ -18,7 +18,7 @@ from torch import Tensor
 from cgplan.backends import GraphBackend
 from cgplan.backends.backend import Trace, span
 from cgplan.backends.context import is_capture_allowed
-from cgplan.buffers.batch import Batch, BatchReader
+from cgplan.buffers.batch import Batch, BatchReader, alike_to
 from cgplan.buffers.copier import Copier
 from cgplan.captures.captured_keys import CapturedKeys
 from cgplan.captures.model_graphs import ModelGraphs
@@ -32,7 +32,7 @@ from cgplan.planning.dispatcher import Modes, set_of_modes
 from cgplan.reports.layout import describe_sizes
 from cgplan.reports.records import AuditReport, CaptureReport, ReplanReport, VerifyRecord
 from cgplan.runner.launcher import Launcher
-from cgplan.runner.prepared import PreparedCall, Values, alike_to
+from cgplan.runner.prepared import PreparedCall, Values
 from cgplan.runner.replan import Replanner
 from cgplan.runner.routing import BatchRouter, RoutedBatch
 from cgplan.runner.staging import StagedBuffers

@@ -90,6 +90,34 @@ def test_a_result_that_changes_is_refused(
     same(y, x + 1)
 
 
+def test_a_result_of_the_same_shape_may_be_another_kind_of_tensor(backend: GraphBackend) -> None:
+    """Other strides, a lazy negation, a gradient, a module's parameter; and each of them twice."""
+    weight, piece = nn.Parameter(randn(backend, 3, 3)), Changing()
+    x = randn(backend, 3, 3)
+    kinds: list[Callable[[Tensor], Tensor]] = [
+        lambda x: x * 2,
+        lambda x: (x * 2).t(),
+        lambda x: torch._neg_view(x),
+        lambda x: x * weight,
+        lambda _: weight,
+    ]
+    piece.result = kinds[0]
+    with (
+        backend.session(),
+        torch.no_grad(),
+        BreakableCUDAGraphCapture(backend, backend.new_pool()) as made,
+    ):
+        y = made.add_eager(piece, x * 2) + 1
+    for result in [*kinds, *reversed(kinds)]:
+        piece.result = result
+        for seed in range(2):
+            x.copy_(randn(backend, 3, 3, seed=seed))
+            with torch.enable_grad():
+                made.replay()
+            same(y, (result(x * 2) + 1).detach())
+    assert not y.requires_grad
+
+
 def test_results_that_share_memory_may_lie_elsewhere_together(backend: GraphBackend) -> None:
     def piece(x: Tensor) -> Any:
         whole = (torch.cat([x, x, x]) * 2)[skipped:]
