@@ -280,12 +280,12 @@ class KernelBatchCopy(BatchCopy):
         self,
         values: Sequence[Tensor],
         is_alike: bool,
-    ) -> list[int] | None:
+    ) -> list[int]:
         """None unless all are dense."""
         if not is_alike and not all(map(is_dense, values)):
-            return None
+            return []
         sources = list(map(_address, values))
-        return None if 0 in sources else sources
+        return [] if 0 in sources else sources
 
     def _from_device(
         self,
@@ -293,17 +293,12 @@ class KernelBatchCopy(BatchCopy):
         stream: int,
         is_alike: bool,
     ) -> None:
-        sources = self._addresses(values, is_alike)
         bounds = self._static.bounds
-        if sources is None:
+        sources = self._addresses(values, is_alike)
+        if not sources or 1 in [bisect_right(bounds, source) & 1 for source in sources]:
             self.run(values, stream)
-            return
-        if max(sources) >= bounds[0] and min(sources) < bounds[-1]:
-            for source in sources:
-                if bisect_right(bounds, source) & 1:
-                    self.run(values, stream)
-                    return
-        self._launch(self._arguments, sources, stream)
+        else:
+            self._launch(self._arguments, sources, stream)
 
     def _staged_from_host(
         self,
@@ -312,7 +307,7 @@ class KernelBatchCopy(BatchCopy):
         is_alike: bool,
     ) -> None:
         sources = self._addresses(values, is_alike)
-        if sources is None:
+        if not sources:
             self.run(values, stream)
             return
         base = self._copier.blocks.take(self._staged_bytes, stream)
@@ -328,7 +323,7 @@ class KernelBatchCopy(BatchCopy):
         is_alike: bool,
     ) -> None:
         sources = self._addresses(values, is_alike)
-        if sources is None:
+        if not sources:
             self.run(values, stream)
             return
         for (address, size), source in zip(self._inline_addresses, sources):  # noqa: B905

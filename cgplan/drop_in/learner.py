@@ -121,7 +121,8 @@ class Learner(Inference):
 
     def holds(self) -> bool:
         """The model is watched, and looks the same."""
-        return self.detector is not None and self.detector.holds()
+        with torch._C.DisableTorchFunction():
+            return self.detector is not None and self.detector.holds()
 
     # --- kinds ------------------------------------------------------------------------------------
 

@@ -267,15 +267,14 @@ class ChangeDetector:
 
     def holds(self) -> bool:
         """If False, ``holds_all`` or ``changes`` decides."""
-        with torch._C.DisableTorchFunction():  # a mode takes 1 us for each address
-            if self._flag[0] or [*map(_address_of, self._tensors)] != self._addresses:
-                return False
-            # a runner's outputs never want gradients
-            has_grad = self._is_whole and torch.is_grad_enabled()
-            if has_grad and [*map(_requires_grad, self._tensors)] != self._require_grad:
-                return False
-            turns = map(islice, self._turns, self._counts)
-            return not self._turns or _holds(chain.from_iterable(turns))
+        if self._flag[0] or [*map(_address_of, self._tensors)] != self._addresses:
+            return False
+        # a runner's outputs never want gradients
+        has_grad = self._is_whole and torch.is_grad_enabled()
+        if has_grad and [*map(_requires_grad, self._tensors)] != self._require_grad:
+            return False
+        turns = map(islice, self._turns, self._counts)
+        return not self._turns or _holds(chain.from_iterable(turns))
 
     def holds_all(self) -> bool:
         """Each place holds the same object at its address."""

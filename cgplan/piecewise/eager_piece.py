@@ -499,9 +499,8 @@ def _itself(value: Any) -> Make:
 
 def described(value: Any) -> str:
     if isinstance(value, Tensor):
-        shape = list(value.shape)
         kind = f"{value.dtype}, {value.layout}"
-        return f"a tensor of shape {shape}, {kind}, on {value.device}"
+        return f"a tensor of shape {list(value.shape)}, {kind}, on {value.device}"
     return f"{value!r:.200}"
 
 

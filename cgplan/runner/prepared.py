@@ -95,15 +95,12 @@ def _runs_eagerly(
     held: list[Any] = []  # the tensors, then the output
     clone = graphs.outputs.clone
 
-    def take(
-        values: Values,
-        stream: int,  # noqa: ARG001
-        is_alike: bool,  # noqa: ARG001
-    ) -> None:
+    def take(values: Values, *_: object) -> None:
         held[:] = [values]
 
     def run() -> None:
-        held[:] = [graphs.run_unpadded(route.unpadded, held.pop())]
+        with torch._C._EnableTorchFunction():
+            held[:] = [graphs.run_unpadded(route.unpadded, held.pop())]
 
     def output() -> Any:
         return tree_map_only(Tensor, torch.clone, held.pop()) if clone else held.pop()
@@ -124,7 +121,8 @@ def _runs_wrappers(
     def run() -> None:
         before = copier.buffers.versions()
         try:
-            held[:] = [graphs.run_wrapped(route.key, graphs.views(descriptor))]
+            with torch._C._EnableTorchFunction():
+                held[:] = [graphs.run_wrapped(route.key, graphs.views(descriptor))]
         finally:
             copier.note_writes(before)
         outputs.check(held[0], descriptor, graphs.padded_reqs(descriptor))
@@ -142,22 +140,19 @@ def _pieces(
     copier: Copier,
 ) -> Replay:
     """Eager pieces may write into static buffers."""
-    mode = route.mode
-    descriptor = route.descriptor
     scope = graphs.scope
     replay = entry.graph.replay
     tensors = [buffer.tensor for buffer in copier.buffers.buffers.values()]
-    views = graphs.views(descriptor)
-    names = tuple(graphs.config.metadata)
-    metadata = [views[name] for name in names]
+    views = graphs.views(route.descriptor)
+    metadata = {name: views[name] for name in graphs.config.metadata}
     version = operator.attrgetter("_version")
 
     def run() -> None:
         before = [*map(version, tensors)]
-        given = dict(zip(names, map(Tensor.detach, metadata), strict=True))
-        token = set_context(ForwardContext(mode, descriptor, given, scope))
+        given = {name: view.detach() for name, view in metadata.items()}
+        token = set_context(ForwardContext(route.mode, route.descriptor, given, scope))
         try:
-            with torch.no_grad():
+            with torch.no_grad(), torch._C._EnableTorchFunction():
                 replay()
         finally:
             reset_context(token)

@@ -13,6 +13,7 @@ from threading import get_ident
 from time import perf_counter_ns
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from cgplan.backends import GraphBackend
@@ -83,7 +84,7 @@ class GraphRunner:
         self._name = name
         self._reader = BatchReader(config.tensors, config.dim_names, graphs.backend.device)
         names = self._reader.names
-        self._num_inputs = len(names)
+        self._count = len(names)
         self._takes_positions = not config.metadata
         self._pick = _picker(names)
         self._asked_ns = 0  # when the call began, for a trace
@@ -222,26 +223,27 @@ class GraphRunner:
             call = self._last
             is_alike = False
             key: Seen | None = None
-            try:
-                values: Values = tensors or self._pick(inputs)
-                # is_alike ends the process for nested ones
-                if len(tensors or inputs) != self._num_inputs or True in map(_is_nested, values):
+            with torch._C.DisableTorchFunction():  # a mode takes 1 us a look
+                try:
+                    values: Values = tensors or self._pick(inputs)
+                    if len(tensors or inputs) != self._count or True in map(_is_nested, values):
+                        call = None
+                    # it ends the process for nested ones
+                    elif call is not None and flags == call.flags and call.is_alike(*values):
+                        is_alike = True
+                    else:
+                        key = *map(_traits, values), *map(_device, values), *flags
+                        call = self._calls.get(key)
+                except _MISFITS:  # _look_up names them
                     call = None
-                elif call is not None and flags == call.flags and call.is_alike(*values):
-                    is_alike = True
-                else:
-                    traits = map(_traits, values)
-                    key = *traits, *map(_device, values), *flags
-                    call = self._calls.get(key)
-            except _MISFITS:  # _look_up names them
-                call = None
-            if call is None:
-                call, values = self._look_up(self._by_name(tensors, inputs), flags, key)
-            # equal shapes, other strides or inference mode
-            elif call is self._last and not is_alike:
-                call.is_alike = alike_to(values)
-            self._last = call
-            self._launcher.launch(call, values, is_alike)
+                if call is None:
+                    with torch._C._EnableTorchFunction():
+                        call, values = self._look_up(self._by_name(tensors, inputs), flags, key)
+                # equal shapes, other strides or inference mode
+                elif call is self._last and not is_alike:
+                    call.is_alike = alike_to(values)
+                self._last = call
+                self._launcher.launch(call, values, is_alike)
             output = call.output()
             if began:
                 stats.add_time(perf_counter_ns() - began)
@@ -344,13 +346,13 @@ class GraphRunner:
         batch = route.batch
         annotate = self.backend.annotate if self.config.report.nvtx else nullcontext
 
-        def copied(values: Values, stream: int, is_alike: bool) -> None:
+        def copied(values: Values, *rest: Any) -> None:
             nonlocal began
             start = perf_counter_ns()
             began = start if staged else self._asked_ns or start
             self._asked_ns = 0
             with span("copy", bytes=sum(value.nbytes for value in values)):
-                copy_in(values, stream, is_alike)
+                copy_in(values, *rest)
             if trace is not None and trace is Trace.current and not staged:
                 trace.add("dispatch", began, {}, start)
 

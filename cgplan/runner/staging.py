@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from cgplan.buffers.batch import unknown_input
@@ -15,6 +16,7 @@ from cgplan.modes import CUDAGraphMode
 from cgplan.runner.launcher import Launcher
 from cgplan.runner.prepared import PreparedCall, Values
 
+_MISSING = object()
 _UNREAD = object()
 
 
@@ -33,7 +35,6 @@ class StagedBuffers(Mapping[str, Tensor]):
     __slots__ = (
         "__weakref__",
         "_entered",
-        "_has_run",
         "_launcher",
         "_marks",
         "_output",
@@ -54,8 +55,7 @@ class StagedBuffers(Mapping[str, Tensor]):
         self._reqs = batch.num_reqs or 0
         self._views = buffers.views(self._tokens, self._reqs)
         self._entered: Launcher | None = None  # inside the block
-        self._has_run = False
-        self._output: Any = _UNREAD
+        self._output: Any = _MISSING
 
     def __enter__(self) -> StagedBuffers:
         launcher = self._launcher()
@@ -77,8 +77,7 @@ class StagedBuffers(Mapping[str, Tensor]):
         marks = self._marks
         if self._tokens > marks.tokens or self._reqs > marks.reqs:
             marks.extend(self._tokens, self._reqs)
-        self._has_run = False
-        self._output = _UNREAD
+        self._output = _MISSING
         self._entered = launcher
         return self
 
@@ -97,10 +96,9 @@ class StagedBuffers(Mapping[str, Tensor]):
                 values: Values = ()
                 if call.route.mode is CUDAGraphMode.NONE:
                     values = [view.detach() for view in self._views.values()]
-                launcher.launch(call, values)
-                self._has_run = True
-                if launcher.graphs.outputs.clone:
-                    self._output = call.output()
+                with torch._C.DisableTorchFunction():
+                    launcher.launch(call, values)
+                self._output = call.output() if launcher.graphs.outputs.clone else _UNREAD
             last = launcher.last_staged
             launcher.last_staged = self
             if last is not None and last is not self:
@@ -115,7 +113,7 @@ class StagedBuffers(Mapping[str, Tensor]):
         other counts was staged.
         """
         call = self.call
-        if not self._has_run or call is None:
+        if self._output is _MISSING or call is None:
             raise CgplanError(
                 "there is no output of these staged buffers",
                 remedy="Read it after the `with` block and before the next batch is staged.",
@@ -125,8 +123,7 @@ class StagedBuffers(Mapping[str, Tensor]):
         return self._output
 
     def drop_output(self) -> None:
-        self._has_run = False
-        self._output = _UNREAD
+        self._output = _MISSING
 
     def retire(self) -> None:
         """Hold nothing of graphs that are gone."""

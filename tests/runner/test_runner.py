@@ -16,6 +16,7 @@ import torch
 from checks import MIB, Tally, back_at, reserved, same
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._device import DeviceContext
 
 import cgplan
 from cgplan.backends import GraphBackend
@@ -76,6 +77,50 @@ def open_runner(
     return CaptureSession(
         build_plan(config), model, backend, config, progress=progress, pool=pool
     ).run()
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_a_default_device_sees_the_same_of_calls_of_all_models(
+    backend: GraphBackend, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes a microsecond for each look at a tensor; the model's own code runs in it."""
+    seen: list[Any] = []
+
+    def counted(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+    def seen_of(call: Callable[[], Any]) -> list[Any]:
+        for _ in range(7):  # the sixth is compared
+            call()
+        seen.clear()
+        call()
+        return [func for func in seen if not isinstance(func, torch._ops.OpOverload)]
+
+    def block(runner: GraphRunner) -> None:
+        with runner.stage(num_tokens=3) as buffers:
+            buffers["x"].fill_(1)
+
+    def looks(layers: int) -> list[int]:
+        parts = [nn.Linear(2, 2) for _ in range(layers)]
+        model = nn.Sequential(*parts).to(backend.device).eval()
+        x, large = (torch.ones(count, 2, device=backend.device) for count in (3, 9))
+        made = open_runner(
+            backend, lambda x: model(piece(model(x))), compilation={"cudagraph_mode": mode}
+        )
+        with closing(made) as runner, torch.device(backend.device):
+            g = cgplan.graphed(model)
+            graphs = seen_of(lambda: runner(x=x)), seen_of(lambda: block(runner))
+            eager, wrapped = seen_of(lambda: runner(x=large)), seen_of(lambda: g(x))
+        assert eager.count(torch.nn.functional.linear) == 2 * layers
+        for found in graphs:
+            assert (torch.nn.functional.celu in found) == (mode == "PIECEWISE")
+        # on the tape segments are operators, which it sees
+        return [len(wrapped), *map(len, graphs if mode == "FULL" else ())]
+
+    monkeypatch.setattr(DeviceContext, "__torch_function__", counted)
+    piece = cgplan.eager_break_during_capture(torch.nn.functional.celu)
+    assert looks(1) == looks(9)
 
 
 def rows(*values: float, device: Any) -> Tensor:
