@@ -125,23 +125,6 @@ def _takes_version(
     return bool(ctypes.pythonapi.PyUnstable_Type_AssignVersionTag(ctypes.py_object(kind)))
 
 
-def _length(
-    held: Contents,
-    _: int,
-) -> int | None:
-    """None where its last key or owner changed."""
-    owner = held.owner
-    if type(owner) is not held.kind:
-        return None
-    if owner is not None and object.__getattribute__(owner, "__dict__") is not held.value:
-        return None
-    if held.base.__len__(held.value) != held.length:
-        return None
-    if held.keys and next(held.base.__reversed__(held.value)) is not held.keys[-1]:
-        return None
-    return held.length  # the same object: places are compared by identity
-
-
 def _state(
     stateful: Stateful,
     _: int,
@@ -210,7 +193,7 @@ class ChangeDetector:
             elif not is_reported:
                 others.append(compared)
         for extent in extents:
-            compared = Via(extent, _length), 0, extent.length, None
+            compared = extent, 0, extent.length, None
             self._all.append(compared)
             containers.append(compared)  # nothing reports another class or order
         for stateful in record.stateful:

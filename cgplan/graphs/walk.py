@@ -151,6 +151,19 @@ class Contents:
         self.keys = list(base.__iter__(self.value)) if self.is_dict else []
         self.kind = type(self.owner)
 
+    def __getitem__(self, _: int) -> int | None:
+        """Its length, unless its last key or owner changed."""
+        owner = self.owner
+        if type(owner) is not self.kind:
+            return None
+        if owner is not None and object.__getattribute__(owner, "__dict__") is not self.value:
+            return None
+        if self.base.__len__(self.value) != self.length:
+            return None
+        if self.keys and next(self.base.__reversed__(self.value)) is not self.keys[-1]:
+            return None
+        return self.length  # the same object: places are compared by identity
+
 
 @dataclass(slots=True)
 class Found:
