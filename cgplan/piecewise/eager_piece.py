@@ -237,23 +237,20 @@ class EagerPiece:
         if only is None or not only.fits(result):
             self._deliver(result)
         elif only.slot is not None:
-            fill(
-                [(only.slot, result)],
-                together=False,
-            )
-            if not result.requires_grad:
-                self._slot = only.slot
-                self._is_alike = alike_to([result])
+            if result.requires_grad:
+                result = result.detach()
+            only.slot.copy_(result)
+            self._slot = only.slot
+            self._is_alike = alike_to([result])
 
     def _deliver(self, result: Any) -> None:
-        is_tuple = self._is_flat and type(result) is tuple
-        if is_tuple and len(result) == len(self._results):
+        if self._is_flat and type(result) is tuple and len(result) == len(self._results):
             values: Sequence[Any] = result
         else:
             values, spec = tree_flatten(result)
             if spec != self._spec:
                 raise self._changed(f"the structure {spec}", f"{self._spec}")
-        copies = Copies()
+        copies: Copies = []
         for place, value in zip(self._results, values, strict=True):
             if not place.fits(value):
                 raise self._changed(
@@ -262,7 +259,7 @@ class EagerPiece:
                 )
             if place.slot is not None:
                 copies.append((place.slot, value))
-        if _sharing(values, self._shared) != self._sharing:
+        if self._shared and _sharing(values, self._shared) != self._sharing:
             raise self._changed(
                 "a tensor that does not share memory with other results as it did, or is expanded "
                 "otherwise,",
@@ -475,7 +472,10 @@ def fill(
     for slot, value in copies:
         if value.requires_grad:
             value = value.detach()
-        _once(slot).copy_(_once(value))
+        if not together:
+            slot = _once(slot)
+            value = _once(value)
+        slot.copy_(value)
 
 
 def _once(tensor: Tensor) -> Tensor:
