@@ -16,7 +16,6 @@ second one, they share the limits alone.
 
 from __future__ import annotations
 
-from copy import copy
 from dataclasses import replace
 
 import numpy as np
@@ -86,23 +85,19 @@ class Pair:
         weights = problem.weights(1, others)
         paths = second.paths(weights, graphs, prices)
         missed = problem.missed(1, others)
+        self._missed = missed + problem.missed(1, both)
         self._others = weights
-        self._missed = missed
         self._after = paths
         self._beyond = paths.cost + missed
         self._find_starts()
         # bytes that follow from where the two lanes end
-        sizes = np.add.outer(first.sizes, second.sizes)
-        is_some = sizes > 0
-        self._taken_by = problem.workspace * is_some
-        for one, other in zip(
+        pools, static = map(
+            np.maximum.outer,
             first.pools,
             second.pools,
-            strict=True,
-        ):
-            larger = np.maximum.outer(one, other)
-            self._taken_by += larger
-        self._solve(spare, 0, graphs)
+        )
+        self._taken_by = pools + static
+        self._solve(spare)
 
     def _find_starts(self) -> None:
         """Least totals up to a size of the second lane above the first one's end, and that end."""
@@ -133,49 +128,34 @@ class Pair:
                 found.append(number)
         return found
 
-    def within(
-        self,
-        spare: Floats,
-        low: int,
-        high: int,
-    ) -> Pair:
-        """The same with ``low`` to ``high`` graphs of the first lane."""
-        other = copy(self)
-        other._solve(spare, low, high)
-        return other
-
-    def _solve(
-        self,
-        spare: Floats,
-        low: int,
-        high: int,
-    ) -> None:
-        self._low = low
+    def _solve(self, spare: Floats) -> None:
         self._room = self._room_in(spare)
-        self._join(high)
+        self._join()
         taken = self._taken_by[0]
         if self._both:
             some = taken[1:]
             least = some.min(initial=np.inf)
-            paid = np.flatnonzero(spare >= least)
+            is_paid = spare >= least
+            paid = np.flatnonzero(is_paid)
             most = paid.max(initial=0)
             self._go_on(int(most))
-        problem = self._problem
         byte = self._prices.byte
         joined = self._joined
         joined += self._missed
-        joined += problem.missed(1, self._both)
         joined += byte * taken
         is_too_much = taken > spare[:, None]
         joined[is_too_much] = np.inf
         taken = self._taken_by[:, 0]
         apart = self._apart
+        problem = self._problem
         apart += problem.missed(0, self._both)
         apart += byte * taken
-        apart[self._room < 0] = np.inf
-        least = joined.min(axis=1)
-        least_apart = apart.min(axis=1)
-        value = np.minimum(least, least_apart)
+        is_too_much = self._room < 0
+        apart[is_too_much] = np.inf
+        value = np.minimum(
+            joined.min(axis=1),
+            apart.min(axis=1),
+        )
         value += problem.eager_us
         self.value = np.minimum.accumulate(value)
 
@@ -190,11 +170,15 @@ class Pair:
         for end, number in enumerate(held):
             taken = self._taken_by[end]
             taken = taken[:number]
-            paid = np.searchsorted(taken, spare, side="right")
+            paid = np.searchsorted(
+                taken,
+                spare,
+                side="right",
+            )
             rooms.append(paid - 1)
         return np.stack(rooms, axis=1)
 
-    def _join(self, high: int) -> None:
+    def _join(self) -> None:
         """Totals by graphs and the end of the first lane that is the larger one, and by graphs and
         the first size of the second lane above the end of the first.
         """
@@ -206,12 +190,9 @@ class Pair:
         self._joined = np.full_like(after, np.inf)
         self._share = np.zeros_like(ends)
         self._parent = np.full_like(ends, -1)
-        low = self._low
-        for k in range(low, high + 1):
-            before = every[k]
+        for k, before in enumerate(every):
             fewer = every[k - 1]
-            is_alike = np.array_equal(before, fewer)
-            if is_alike and k > low:
+            if k and np.array_equal(before, fewer):
                 continue
             apart = self._apart[k:]
             joined = self._joined[k:]
@@ -222,7 +203,11 @@ class Pair:
             rows = rest[:, None]
             beside = after[rows, room]
             total = before + beside
-            np.minimum(apart, total, out=apart)
+            np.minimum(
+                apart,
+                total,
+                out=apart,
+            )
             total = self._after.cost[rest]
             total += self._start[k]
             is_less = total < joined
@@ -272,8 +257,7 @@ class Pair:
             level, end = _place_of_least(apart)
             room = self._room[level, end]
             room += 1
-            low = self._low
-            shares = np.arange(low, level + 1)
+            shares = np.arange(level + 1)
             rest = level - shares
             beside = self._beyond[rest, :room]
             least = beside.min(axis=1)

@@ -10,12 +10,11 @@ have all the graphs for itself, in its fastest lane.
 Note [Limits]
 ~~~~~~~~~~~~~
 Memory is static(largest size) + pool(largest size of each mode) + workspaces + driver bytes of each
-key. The search counts the cheapest keys of each lane. That allows too much, so it gives a bound,
-and if the limits pay for the plan all the same, it is the best one. If not, the range of the first
-of two lanes' graphs is halved, best bound first. If that does not help, because keys of a lane
-differ, one rate prices bytes and seconds, each as a share of its limit: the least of time + price *
-cost, less price * limit, is below every plan within the limits (a Lagrangian relaxation). The first
-graph's own seconds are taken off the limit there. Exchanges of sizes spend the rest.
+key. The search counts the cheapest keys of the lanes. That allows too much, so it gives a bound,
+and if the limits pay for the plan all the same, it is the best one. If not, one rate prices bytes
+and seconds, each as a share of its limit: the least of time + price * cost, less price * limit, is
+below every plan within the limits (a Lagrangian relaxation). Workspaces, and the first graph's own
+seconds, are taken off the limits there. Exchanges of sizes spend the rest.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from heapq import heappop, heappush
 from itertools import pairwise, product
 from typing import Any, NamedTuple
 
@@ -34,7 +32,6 @@ from cgplan.optimizer.paths import (
     Floats,
     Paths,
     best_paths,
-    min_plus,
 )
 from cgplan.optimizer.problem import (
     Chosen,
@@ -45,11 +42,9 @@ from cgplan.optimizer.problem import (
 MOST_GRAPHS = 256  # graphs of a plan
 ROUNDING = 1e-9  # relative: sums of seconds are not exact
 PROVEN = 1e-9  # relative gap that counts as none
-HALVINGS = 64  # of the number of graphs of the first lane
 TRIED = 8  # changes of lists, the most promising ones
 EXCHANGED = 2  # plans of rates, the best ones
 SWEEPS = 12  # rates to try
-Part = tuple[float, int, int]  # bound, and graphs of the first lane
 Lists = tuple[tuple[int, int], ...]  # lanes, and how many sizes each gets
 
 
@@ -109,8 +104,8 @@ def best_plan(
     """The best plan within the limits; of those that take no longer than ``goal`` (microseconds,
     times weight), the one with the fewest graphs. The plan may have no graph.
 
-    Exact with one lane or two if only the number of graphs is limited or all keys of a lane cost
-    the same; otherwise ``bound`` says how good it is.
+    Exact with one lane or two if only the number of graphs is limited or all keys cost the same;
+    otherwise ``bound`` says how good it is.
     """
     most = limits.graphs
     numbers = np.arange(most + 1)
@@ -126,94 +121,13 @@ def best_plan(
     is_exact = lanes <= 2 or not limits.has_prices
     if pays and is_exact:
         return best
-    bound = best.bound
-    if lanes == 2:
-        halved = _Halves(found).best(goal)
-        if np.isfinite(halved.least):
-            return halved
-        bound = max(bound, halved.bound)
     chosen, priced = _priced(problem, limits)
     total = problem.total_of(chosen)
     if pays and best.total <= max(total, goal):
         return best
-    bound = max(bound, priced)
+    bound = max(best.bound, priced)
     bound = min(bound, total)
     return Best(chosen, total, total, bound)
-
-
-class _Halves:
-    """Two lanes, and ranges of the first one's graphs."""
-
-    def __init__(self, found: Search) -> None:
-        assert found.pair is not None, "two lanes are solved together"
-        self._found = found
-        self._limits = found.limits
-        self._whole = found.pair
-        self._pairs: dict[tuple[int, int], Pair] = {}
-
-    def best(self, goal: float) -> Best:
-        """The plan that a range proves; ``least`` is inf without one."""
-        most = self._limits.graphs
-        chosen, bound = self._best_of(most, np.inf)
-        if chosen is None:
-            return Best(((), ()), np.inf, np.inf, bound)
-        problem = self._found.problem
-        least = min(bound, problem.total_of(chosen))
-        enough = max(bound * (1 + PROVEN), goal)
-        fewer: Chosen | None = chosen
-        while fewer is not None:
-            chosen = fewer
-            graphs = sum(map(len, chosen))
-            if graphs == 0:
-                break
-            fewer, _ = self._best_of(graphs - 1, enough)
-        return Best(chosen, problem.total_of(chosen), least, bound)
-
-    def _best_of(
-        self,
-        graphs: int,
-        enough: float,
-    ) -> tuple[Chosen | None, float]:
-        """The best plan of so many graphs, if it takes no longer than that; and a bound."""
-        found = self._found
-        limits = self._limits
-        bound = -np.inf
-        parts: list[Part] = []
-        self._add(parts, graphs, 0, limits.graphs)
-        for _ in range(HALVINGS):
-            bound, low, high = heappop(parts)
-            if bound == np.inf:  # the limits pay for no plan of these graphs
-                break
-            if bound > enough:
-                break
-            pair = self._pairs[low, high]
-            plan = pair.chosen(graphs)
-            chosen = found.with_room(plan)
-            costs = found.problem.costs_of(chosen)
-            if limits.pays_for(*costs):
-                return chosen, bound
-            if low == high:
-                break
-            middle = (low + high) // 2
-            self._add(parts, graphs, low, middle)
-            self._add(parts, graphs, middle + 1, high)
-        return None, bound
-
-    def _add(
-        self,
-        parts: list[Part],
-        graphs: int,
-        low: int,
-        high: int,
-    ) -> None:
-        name = low, high
-        if name not in self._pairs:
-            spare = self._found.spare(low, high)
-            pair = self._whole.within(spare, low, high)
-            self._pairs[name] = pair
-        value = self._pairs[name].value
-        part = float(value[graphs]), low, high
-        heappush(parts, part)
 
 
 def _priced(
@@ -239,7 +153,7 @@ def _priced(
         )
         start = found.chosen(limits.graphs)
         budget_price = found.prices.total(
-            limits.memory or 0.0,
+            (limits.memory or 0.0) - problem.workspace,
             (limits.seconds or 0.0) - problem.once,
         )
         own = found.bound[-1] - budget_price
@@ -375,8 +289,7 @@ class Search:
         nothing = _nothing(problem)
         self._plans = [nothing]
         if len(problem.lanes) in (1, 2):
-            spare = self.spare(0, limits.graphs)
-            self.pair = Pair(problem, self.prices, spare)
+            self.pair = Pair(problem, self.prices, self._spare())
             self.value = self.pair.value
             self.bound = self.pair.value
         else:
@@ -457,9 +370,10 @@ class Search:
         return totals
 
     def _total(self, chosen: Chosen) -> Any:
-        """With the price of the plan."""
+        """With the price of the plan, but for what the first graph brings with it."""
         graphs, memory, seconds = self.problem.costs_of(chosen)
         if graphs:
+            memory -= self.problem.workspace
             seconds -= self.problem.once
         price = self.prices.total(memory, seconds)
         return self.problem.total_of(chosen) + price
@@ -578,30 +492,18 @@ class Search:
         bound = np.minimum.accumulate(total)
         return np.minimum(self.value, bound)
 
-    def spare(
-        self,
-        low: int,
-        high: int,
-    ) -> Floats:
-        """Bytes that pools may take, by the number of graphs, of which the first of two lanes has
-        ``low`` to ``high``; -inf where their keys are not paid for: [K + 1].
+    def _spare(self) -> Floats:
+        """Bytes that pools may take, by the number of graphs; -inf where the cheapest keys are not
+        paid for: [K + 1].
         """
         limits = self.limits
         most = limits.graphs
-        numbers = np.arange(most + 1)
-        first, *second = self.problem.lanes
-        least = first.least(most)
-        for lane in second:
-            is_outside = (numbers < low) | (numbers > high)
-            least[:, is_outside] = np.inf
-            least = np.array([*map(min_plus, least, lane.least(most))])
-        driver, seconds = least
-        seconds[1:] += self.problem.once
+        driver, seconds = self.problem.least(most)
         spare = np.full_like(driver, np.inf)
         if limits.memory is not None:
             memory = limits.memory * (1 + ROUNDING)
             spare = memory - driver
-        paid = limits.pays_for(numbers, 0.0, seconds)
+        paid = limits.pays_for(np.arange(most + 1), 0.0, seconds)
         return np.where(paid, spare, -np.inf)
 
 
