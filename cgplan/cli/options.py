@@ -308,7 +308,11 @@ class PlanRequest(Given):
     file: Path | None = option("", hidden=True)
     costs: str | None = COSTS()
     max_graphs: int | None = count("Short for --set budget.max_graphs=N.")
-    memory: str | None = option("Short for --set budget.memory=2GiB.", metavar="BYTES")
+    memory: str | None = option(
+        "Short for --set budget.memory=2GiB; none: more than the graphs asked for, too.",
+        metavar="BYTES",
+        parser=lambda text: "null" if text == "none" else text,
+    )
     capture_time: str | None = option("Short for --set budget.capture_time=30s.", metavar="TIME")
     emit: EngineName | None = option("Print the plan for an engine, and nothing else.")
     sglang: str | None = option("SGLang's options, as on its command line.", metavar="OPTIONS")
@@ -407,7 +411,7 @@ class PlannedLoads(Loads):
         "In place of --traffic: the metrics of a runner, or their address.", metavar="URL|FILE"
     )
     mode: ModeChoice | None = option(
-        "best: the cudagraph_mode with the shortest steps; if absent, for vLLM with --step-times."
+        "best: the one with the shortest steps; if absent, where vLLM has none named, with times."
     )
     slo: list[Any] | None = option(
         "The fewest graphs that hold it, such as tpot_p99=30ms; several times.",

@@ -94,7 +94,7 @@ def run_plan(
     if config.dims and (has_traffic or request.costs or request.emit):
         plan = _for_sizes(config, loads, priced, is_emitted=request.emit is not None)
     elif has_traffic:
-        plan = _for_traffic(config, loads, priced, known, is_emitted=request.emit is not None)
+        plan = _for_traffic(loaded, loads, priced, known, is_emitted=request.emit is not None)
     else:
         plan = _by_ladder(config, priced, one_list=known == "vllm")
     if vllm:
@@ -316,7 +316,7 @@ def _for_sizes(
 
 
 def _for_traffic(
-    config: Config,
+    loaded: LoadedConfig,
     loads: Loads,
     priced: Priced,
     engine: Engine | None,
@@ -326,6 +326,7 @@ def _for_traffic(
     from cgplan.optimizer.decisions import INSURANCE, LARGE, Planner  # numpy from here on
     from cgplan.traffic.simulation import RequestTrace
 
+    config = loaded.config
     times = _times_of(loads, config, priced.machine)
     if is_emitted and times.doubt:
         raise StepTimeError(
@@ -334,7 +335,8 @@ def _for_traffic(
             "(docs/planning.md).",
         )
     mode = loads.mode
-    if mode is None and loads.step_times and engine == "vllm":
+    is_named = not loaded.origin("compilation.cudagraph_mode").endswith("default")
+    if mode is None and loads.step_times and engine == "vllm" and not is_named:
         mode = ModeChoice.best
     if loads.slo and not loads.step_times:
         raise StepTimeError(
@@ -357,6 +359,7 @@ def _for_traffic(
         replicas=replicas,
         one_list=engine == "vllm",
         apart=engine not in (None, "vllm"),
+        any_memory="budget.memory" in loaded.origins,
     )
     plan = planner.decide(config)
     notes = plan.notes

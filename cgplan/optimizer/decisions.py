@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
@@ -42,11 +43,13 @@ OTHER_SHARES = (0.1, 0.05, 0.025)  # of the steps, for each other load, tried in
 GIVEN_UP = 0.003  # the most by which they may lengthen the mean step of the load itself
 # requests, beyond which less is shown and tried; first plans and modes are of so many
 LARGE = 200_000
+SLOWER = 0.05  # steps of a plan for an SLO, if enough graphs hold it
 MOST_FOR_SLO = 128  # graphs that an SLO is tried with; p99 need not fall with more
 # Changes of a figure by other bounds: worth a word, too large a loss, and none
 NOTABLE = 0.05
 MOST_LOSS = 0.1
 SAME = 0.01
+MIB = 1 << 20  # of memory, which is worth no word
 MODES = [
     CUDAGraphMode.FULL_DECODE_ONLY,
     CUDAGraphMode.FULL,
@@ -87,6 +90,7 @@ class Planner:
         kv_token_bytes: Of a token there; 0: not known.
         replicas: Servers that share the requests.
         one_list, apart: As in ``Evidence``.
+        any_memory: Whether a plan may take more than the graphs asked for.
     """
 
     times: StepTimes
@@ -102,11 +106,13 @@ class Planner:
     replicas: int = 1
     one_list: bool = False
     apart: bool = False
+    any_memory: bool = False
 
     def __post_init__(self) -> None:
         self._higher = list[Traffic]()
         self._today: Plan | None = None
-        self._tried = 0  # plans, for the SLO
+        self._asked_bytes = 0  # of the graphs asked for, where costs are known
+        self._tried = list[tuple[PlannedGraphs, Miss]]()  # for the SLO
         self._modes = MODES
         if self.apart or self.times.full_of_decode:  # FULL graphs run decode alone
             self._modes = [mode for mode in MODES if mode.mixed_mode() is not CUDAGraphMode.FULL]
@@ -139,6 +145,8 @@ class Planner:
                     "tokens (docs/planning.md, Requests of a vLLM server).",
                 )
         self._today = build_plan(config)
+        if self.costs is not None:
+            self._asked_bytes = self.costs.of(self._today.keys).total_bytes
         weighed = self._weighed(config)
         chosen, planned = weighed[0]
         if self.any_mode and self._is_large:
@@ -154,19 +162,21 @@ class Planner:
             if not miss.holds or not self._worst_miss(config, build_plan(_eager(config))).holds:
                 held = []
                 least = MOST_FOR_SLO
+                longest = planned.run.expected_us * (1 + SLOWER)
                 for pair in weighed[:1] if self._is_large else weighed:
                     fewest, its = self._within_slo(*pair, least)
                     by_mode[fewest.plan.mode] = fewest
-                    graphs = math.inf
+                    place = math.inf, 0
                     if its.holds:
                         graphs = fewest.plan.num_graphs
-                        least = min(least, fewest.plan.num_graphs)
-                    held.append((graphs, fewest, its))
+                        place = fewest.run.expected_us > longest, graphs
+                        least = min(least, graphs)
+                    held.append((place, fewest, its))
                     misses[fewest.plan.mode] = its
                 _, planned, miss = min(held, key=itemgetter(0))
-                said = f"is missed by each of the {self._tried} plans tried: {miss.text}"
+                said = f"is missed by each of the {len(self._tried)} plans tried: {miss.text}"
                 if miss.holds:
-                    said = f"holds with {planned.plan.graph_words}, the fewest of those tried"
+                    said = self._said_of_fewest(planned)
             share = miss.service.unmeasured
             if share:
                 said += f"; {share:.2%} of the steps are extrapolated"
@@ -244,7 +254,7 @@ class Planner:
         the first ``LARGE`` requests.
         """
         most = config.budget.max_graphs
-        planned = self._for_loads(config, of_first)
+        planned = self._within_limits(config, of_first)
         if most is None or planned.plan.num_graphs <= most:
             return planned
         low = 0
@@ -253,7 +263,7 @@ class Planner:
         while high - low > 1:
             middle = (low + high) // 2
             bounded = config.with_values("budget", max_graphs=middle)
-            planned = self._for_loads(bounded, of_first)
+            planned = self._within_limits(bounded, of_first)
             if planned.plan.num_graphs <= most:
                 fits = planned
                 low = middle
@@ -268,17 +278,30 @@ class Planner:
             )
         return fits.with_plan(budget={**fits.plan.budget, "max_graphs": most})
 
-    def _for_loads(self, config: Config, of_first: bool) -> PlannedGraphs:
-        """For steps as they are with the plan, and with all graphs that vLLM captures; without
-        limits of memory and time, if they pay for it.
+    def _within_limits(self, config: Config, of_first: bool) -> PlannedGraphs:
+        """Without limits of memory and time, if they pay for it; absent, the limit of memory is
+        what the graphs asked for take.
         """
         free = config.with_values("budget", memory=None, capture_time=None)
+        planned = self._for_loads(free, of_first)
         if free.budget != config.budget:
-            planned = self._for_loads(free, of_first)
             inputs = replace(planned.inputs, config=config)
             if inputs.pays_for(inputs.limits(0), planned.plan.keys):
                 planned = replace(planned, inputs=inputs)
-                return planned.with_plan(budget=budget_of(config))
+                planned = planned.with_plan(budget=budget_of(config))
+            else:
+                planned = self._for_loads(config, of_first)
+        most = self._asked_bytes
+        cost = planned.plan.predicted
+        if not (most and cost) or self.any_memory or cost.total_bytes <= most + MIB:
+            return planned
+        bounded = config.with_values("budget", memory=most)
+        with suppress(BudgetError):
+            return replace(self._for_loads(bounded, of_first), freed=planned)
+        return planned
+
+    def _for_loads(self, config: Config, of_first: bool) -> PlannedGraphs:
+        """For steps as they are with the plan, and with all graphs that vLLM captures."""
         others = self._others(config)
 
         def planned_for(steps: list[tuple[Traffic, float]], share: float) -> PlannedGraphs:
@@ -477,11 +500,13 @@ class Planner:
         planned: PlannedGraphs,
         enough: int,
     ) -> tuple[PlannedGraphs, Miss]:
-        """The fewest graphs that hold the SLO, else the plan as it is, or one that comes notably
-        nearer. Where the most miss it, numbers from ``enough`` on are not tried.
+        """The fewest graphs that hold the SLO, if possible with steps little longer; else the plan
+        as it is, or one that comes notably nearer. Where the most miss it, numbers from ``enough``
+        on are not tried.
         """
         first = self._worst_miss(config, planned.plan)
         found = [(planned, first)]
+        longest = planned.run.expected_us * (1 + SLOWER)
 
         def holds_with(graphs: int) -> bool:
             try:
@@ -490,7 +515,7 @@ class Planner:
                 return False
             miss = self._worst_miss(config, made.plan)
             found.append((made, miss))
-            return miss.holds
+            return miss.holds and made.run.expected_us <= longest
 
         if first.holds or holds_with(config.budget.max_graphs or MOST_FOR_SLO):
             enough = MOST_FOR_SLO
@@ -498,18 +523,32 @@ class Planner:
         for graphs in range(1, most, 4 if self._is_large else 1):
             if holds_with(graphs):
                 break
-        self._tried += len(found)
+        self._tried += found
         held = [pair for pair in found if pair[1].holds]
         if not held:
             other, nearest = min(found, key=lambda pair: pair[1].share)
             if 1 + nearest.share < (1 + first.share) * (1 - NOTABLE):
                 return other, nearest
             return planned, first
-        fewest, miss = min(held, key=lambda pair: pair[0].plan.num_graphs)
+        held.sort(key=lambda pair: pair[0].plan.num_graphs)
+        fewest, miss = min(held, key=lambda pair: pair[0].run.expected_us > longest)
         if fewest is planned:
             return planned, miss
         fewest = replace(fewest, for_slo=True)
         return fewest.with_plan(budget=planned.plan.budget), miss
+
+    def _said_of_fewest(self, planned: PlannedGraphs) -> str:
+        said = f"holds with {planned.plan.graph_words}, the fewest of those tried"
+        graphs, least = min(
+            (made.plan.num_graphs, made.run.expected_us) for made, miss in self._tried if miss.holds
+        )
+        if graphs < planned.plan.num_graphs:
+            longer = least / planned.run.expected_us - 1
+            said += (
+                f" with steps at most {SLOWER:.0%} longer than without it; with --max-graphs "
+                f"{graphs} it holds, too, with steps {longer:+.1%}"
+            )
+        return said
 
     def _with_evidence(
         self,
@@ -522,7 +561,7 @@ class Planner:
         plan = planned.plan
         if miss is not None and len(self._requests) > 1:
             notes.append(f"of {len(self._requests)} loads {miss.requests.source}: {miss.text}")
-        notes += self._as_kv_cache(config, plan)
+        notes += self._memory_notes(planned)
         notes += self._other_bounds(config, self._shown(miss))
         if plan.draft_keys:
             notes.append("max_graphs counts the draft model's graphs, costs and step times do not")
@@ -589,20 +628,23 @@ class Planner:
                 if gains:
                     yield f"{name} {value} instead of {bound}: {gains}"
 
-    def _as_kv_cache(
-        self,
-        config: Config,
-        plan: Plan,
-    ) -> Iterator[str]:
-        costs = self.costs
-        each = self.kv_token_bytes
-        if costs is None or not each or plan.predicted is None:
+    def _memory_notes(self, planned: PlannedGraphs) -> Iterator[str]:
+        """What more memory would bring, and the plan's memory in tokens of the KV cache."""
+        cost = planned.plan.predicted
+        if cost is None:
             return
-        asked = costs.of(build_plan(config).keys)
-        more = plan.predicted.total_bytes - asked.total_bytes
-        if not more:
+        freed = planned.freed
+        if freed and freed.plan.predicted:
+            step = freed.run.expected_us / planned.run.expected_us
+            most = format_bytes(self._asked_bytes)
+            yield (
+                f"memory is kept to that of the graphs asked for, {most}; --memory none takes "
+                f"{format_bytes(freed.plan.predicted.total_bytes)} for steps {step - 1:+.2%}"
+            )
+        more = cost.total_bytes - self._asked_bytes
+        if abs(more) < MIB or not self.kv_token_bytes:
             return
-        tokens = abs(more) // each
+        tokens = abs(more) // self.kv_token_bytes
         text = (
             f"{format_bytes(abs(more))} {'more' if more > 0 else 'less'} than the graphs asked for "
             f"are {tokens:,} tokens of KV cache"

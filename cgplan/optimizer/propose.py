@@ -97,7 +97,6 @@ NO_GAIN = 0.01  # a distance from the bound below which other sizes bring no gai
 EXACT = 1e-6  # a gap that counts as none
 ROUNDS = 12  # of weighing loads for the worst regret
 NO_GRAPH_GAIN = "no gain"
-MUCH_MEMORY = 0.1  # share of the ladder's, above which more is worth a word
 FAILED = "it could not be captured"
 CASE = "its LoRA case was not planned for, see the notes"
 RULE = (
@@ -514,6 +513,7 @@ class PlannedGraphs:
         run: Traffic run through the plan.
         best_alone: The best step of each load, where that was sought.
         for_slo: Whether its number of graphs is the least that holds an SLO.
+        freed: The plan that may take more memory than the graphs asked for.
     """
 
     plan: Plan
@@ -522,6 +522,7 @@ class PlannedGraphs:
     run: Run
     best_alone: Sequence[float]
     for_slo: bool = False
+    freed: PlannedGraphs | None = None
 
     def with_plan(self, **changed: Any) -> PlannedGraphs:
         return replace(self, plan=self.plan.changed(**changed))
@@ -569,8 +570,6 @@ class PlannedGraphs:
         price = curve.price(plan.keys)
         compared = ASKED_FOR, inputs.asked
         asked = next((point for point in ladders if point.name in compared), None)
-        if asked is not None:
-            warnings += self._memory_grows(price["bytes"], asked)
         return Evidence(
             traffic_source=run.traffic.source,
             traffic_weight=run.traffic.total,
@@ -838,21 +837,6 @@ class PlannedGraphs:
             yield "costs have smaller pools for larger sizes, so no plan is proven to be the best"
         if plan.mode is CUDAGraphMode.NONE:
             yield "the resolved cudagraph_mode is NONE: nothing is captured"
-
-    def _memory_grows(
-        self,
-        nbytes: int | None,
-        ladder: LadderPoint,
-    ) -> Iterator[str]:
-        if not nbytes or not ladder.bytes:
-            return
-        more = nbytes - ladder.bytes
-        if more > max(MUCH_MEMORY * ladder.bytes, 1 << 20):
-            theirs = math.ceil(ladder.bytes / 2**20)
-            yield (
-                f"these graphs take {format_bytes(more)} more memory than {ladder.words}: "
-                f"--memory {theirs}MiB (budget.memory) plans for no more"
-            )
 
     def _verdict(self, ladder: LadderPoint | None) -> str:
         if self.plan.mode is CUDAGraphMode.NONE:

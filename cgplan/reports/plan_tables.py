@@ -339,9 +339,12 @@ def _answer(
     if len(sizes) > MOST_SIZES and not whole:
         sizes = f"{sizes[:MOST_SIZES].rpartition(', ')[0]}, ...; --verbose shows all"
     told = said(plan, brief=not whole)
-    rows = [("verdict", evidence.verdict), ("step times", evidence.times_source)]
-    if evidence.slo:
-        rows.insert(1, told.pop(0))  # the first decision is on it
+    rows = [("verdict", evidence.verdict)]
+    for row in [*told]:
+        if row[1].startswith(("SLO ", f"mode {plan.mode}, not ")):
+            rows.append(row)
+            told.remove(row)
+    rows.append(("step times", evidence.times_source))
     rows += [row for row in head_rows(plan) if row[0] == "mode"]
     if sizes:
         rows.append(("sizes", sizes))

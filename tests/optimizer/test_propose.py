@@ -333,17 +333,6 @@ def test_the_number_of_graphs_binds() -> None:
     )
 
 
-def test_graphs_that_take_more_memory_than_the_configured_ones_are_told() -> None:
-    """Ten graphs up to 64 tokens: 62 MiB of pool and eight graphs of 2 MiB more."""
-    told = "these graphs take 78.0 MiB more memory than the configured sizes' 2 graphs: --memory 106MiB (budget.memory) plans for no more"
-    assert told in evidence_of(config_of(sizes=[1, 2]), costs=COSTS).warnings
-    for same in (
-        evidence_of(config_of(sizes=[16, 32, 48, 64]), costs=COSTS),
-        evidence_of(config_of(sizes=[1, 2])),
-    ):
-        assert not [warning for warning in same.warnings if "more memory" in warning]
-
-
 def test_memory_binds() -> None:
     """100 MiB of workspaces, then 1 MiB for each token of the largest size, and 2 MiB for each graph."""
     evidence = evidence_of(config_of(budget={"memory": "170MiB", "max_graphs": 60}), costs=COSTS)
