@@ -116,10 +116,12 @@ class Planner:
         self._modes = MODES
         if self.apart or self.times.full_of_decode:  # FULL graphs run decode alone
             self._modes = [mode for mode in MODES if mode.mixed_mode() is not CUDAGraphMode.FULL]
-        self._first: list[Source] = [
-            source if isinstance(source, Traffic) else source.first(LARGE)
-            for source, _ in self.sources
-        ]
+        self._shortened = list[Source]()
+        for source, _ in self.sources:
+            short = source
+            if isinstance(short, RequestTrace):
+                short = short.first(LARGE)
+            self._shortened.append(short)
         self._known: dict[Any, tuple[Source, Traffic]] = {}  # simulated, by the source's id
 
     @property
@@ -169,7 +171,8 @@ class Planner:
                     place = math.inf, 0
                     if its.holds:
                         graphs = fewest.plan.num_graphs
-                        place = fewest.run.expected_us > longest, graphs
+                        step = fewest.run.expected_us
+                        place = step > longest, graphs
                         least = min(least, graphs)
                     held.append((place, fewest, its))
                     misses[fewest.plan.mode] = its
@@ -293,7 +296,9 @@ class Planner:
                 planned = self._for_loads(config, of_first)
         most = self._asked_bytes
         cost = planned.plan.predicted
-        if not (most and cost) or self.any_memory or cost.total_bytes <= most + MIB:
+        if cost is None or self.any_memory or not most:
+            return planned
+        if cost.total_bytes <= most + MIB:
             return planned
         bounded = config.with_values("budget", memory=most)
         with suppress(BudgetError):
@@ -357,7 +362,7 @@ class Planner:
             return []
         if not self._higher:
             plan = build_plan(config)
-            source = self._first[0]
+            source = self._shortened[0]
             loads = [self._simulated(config, plan, source)]
             if isinstance(source, RequestTrace):
                 for speed in HIGHER_LOADS:
@@ -376,8 +381,10 @@ class Planner:
     ) -> list[tuple[Traffic, float]]:
         """Steps to plan for; requests are simulated with the step times of ``plan``."""
         found = []
-        for (source, weight), first in zip(self.sources, self._first, strict=True):
-            traffic = self._simulated(config, plan, first if of_first else source)
+        pairs = zip(self.sources, self._shortened, strict=True)
+        for (source, weight), short in pairs:
+            simulated = short if of_first else source
+            traffic = self._simulated(config, plan, simulated)
             found.append((traffic, weight))
         return found
 
@@ -515,7 +522,8 @@ class Planner:
                 return False
             miss = self._worst_miss(config, made.plan)
             found.append((made, miss))
-            return miss.holds and made.run.expected_us <= longest
+            is_short = made.run.expected_us <= longest
+            return miss.holds and is_short
 
         if first.holds or holds_with(config.budget.max_graphs or MOST_FOR_SLO):
             enough = MOST_FOR_SLO
@@ -539,11 +547,16 @@ class Planner:
 
     def _said_of_fewest(self, planned: PlannedGraphs) -> str:
         said = f"holds with {planned.plan.graph_words}, the fewest of those tried"
-        graphs, least = min(
-            (made.plan.num_graphs, made.run.expected_us) for made, miss in self._tried if miss.holds
-        )
+        held = []
+        for made, its in self._tried:
+            if its.holds:
+                graphs = made.plan.num_graphs
+                step = made.run.expected_us
+                held.append((graphs, step))
+        graphs, step = min(held)
         if graphs < planned.plan.num_graphs:
-            longer = least / planned.run.expected_us - 1
+            longer = step / planned.run.expected_us
+            longer -= 1
             said += (
                 f" with steps at most {SLOWER:.0%} longer than without it; with --max-graphs "
                 f"{graphs} it holds, too, with steps {longer:+.1%}"
@@ -642,16 +655,20 @@ class Planner:
                 f"{format_bytes(freed.plan.predicted.total_bytes)} for steps {step - 1:+.2%}"
             )
         more = cost.total_bytes - self._asked_bytes
-        if abs(more) < MIB or not self.kv_token_bytes:
+        is_little = abs(more) < MIB
+        if is_little or not self.kv_token_bytes:
             return
         tokens = abs(more) // self.kv_token_bytes
-        text = (
-            f"{format_bytes(abs(more))} {'more' if more > 0 else 'less'} than the graphs asked for "
-            f"are {tokens:,} tokens of KV cache"
-        )
+        taken = "less"
+        left = "more"
+        if more > 0:
+            taken = "more"
+            left = "fewer"
+        size = format_bytes(abs(more))
+        text = f"{size} {taken} than the graphs asked for are {tokens:,} tokens of KV cache"
         if self.kv_tokens:
             share = tokens / self.kv_tokens
-            text += f", {share:.1%} {'fewer' if more > 0 else 'more'}"
+            text += f", {share:.1%} {left}"
         yield text
 
 
