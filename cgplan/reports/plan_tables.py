@@ -194,6 +194,12 @@ def _headline(plan: Plan, evidence: Evidence) -> str:
     if ladder and (plan.keys or ladder.graphs):
         whole = ladder.changed(graphs=ladder.graphs + ladder.drafts)
         graphs += f" instead of {whole.words}"
+        idle = evidence.graphs - sum(use.size is not None for use in evidence.uses)
+        if idle and evidence.insurance and evidence.graphs > ladder.graphs:
+            graphs += (
+                f" ({idle} for batches that max_num_seqs = {plan.max_num_seqs} allows and the "
+                f"traffic does not show: lower that, or --max-graphs {ladder.graphs})"
+            )
     cost = plan.predicted
     if not cost:
         hint = "; --costs tells start-up time and memory" if ladder else ""

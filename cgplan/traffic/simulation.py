@@ -347,7 +347,8 @@ class _Rank:
         if not prompts:
             self.repeats = (wanted - 1) // prefilled
             if bounds.mixes:
-                self.go_on(now)  # the KV cache has room for fewer steps
+                if bounds.kv_tokens:
+                    self.go_on(now)  # the KV cache has room for fewer steps
                 decodes = self.until - self.decoded
                 self.repeats = min(self.repeats, decodes)
         self.ending = prompts
@@ -538,7 +539,7 @@ class _Engine:
                 if bounds.mixes or not rank.prefilled:
                     rank.decoded += repeats
                 rank.prompt_left -= (repeats - 1) * rank.prefilled
-                if rank.repeats == repeats:
+                if rank.ending or rank.decoded == rank.until:
                     rank.go_on(self.now)
 
     def overload(self) -> list[str]:
