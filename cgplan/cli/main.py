@@ -75,14 +75,20 @@ class _Commands(TyperGroup):
             return super().invoke(ctx)
         except Exception as error:
             usage: Any = error
-            said = getattr(usage, "message", "")
-            is_unknown = search(r"No such option|command 'vllm'|\(vllm ", said)
-            if is_unknown and any(each.name == "vllm" for each in usage.ctx.command.params):
-                usage.message = (
-                    f"{said.rstrip('.')}. Of vLLM: --vllm JSON takes the keys of its --compilation-"
-                    "config, such as cudagraph_capture_sizes; -h lists its other options that "
-                    "decide on graphs; leave out the rest (docs/planning.md, For vLLM)"
+            said = getattr(usage, "message", "").removeprefix("Value error, ")
+            hint = ""
+            if search(r"option: -(-|O|c)|(command '|\()(vllm|serve)|extra.*\(\S+/", said):
+                hint = (
+                    "Of vLLM: --vllm JSON of `plan` or `vllm check` takes the keys of its "
+                    "--compilation-config; -h lists its other options that decide on graphs; leave "
+                    "out the rest and the model (docs/planning.md, For vLLM)"
                 )
+            elif search(r"command '\S+\.json'", said):
+                hint = "Of a saved plan: `cgplan inspect FILE`, or `cgplan plan check FILE`"
+            if hint and usage.ctx.command.name in ("plan", "inspect", "check", "vllm"):
+                said = f"{said.rstrip('.')}. {hint}"
+            if said:
+                usage.message = said
             raise
 
 

@@ -148,6 +148,18 @@ def compilation_config(text: str) -> str:
     return text
 
 
+def yaml_file(text: str) -> Path:
+    if text.startswith("c."):
+        raise BadParameter(f"-c{text} is vLLM's: give --vllm JSON, with the keys of its options")
+    return Path(text)
+
+
+def memory(text: str) -> str:
+    if text.isdigit() and 0 < int(text) < 1024:
+        raise BadParameter(f"{text} bytes pay for no graph: give a unit, such as 2GiB, or none")
+    return "null" if text == "none" else text
+
+
 def traffic_file(text: str) -> tuple[Path, float]:
     """A file, and how much faster its requests come: ``trace.csv@2x``."""
     name, _, faster = text.rpartition("@")
@@ -184,7 +196,7 @@ class Given:
     """A configuration and overrides."""
 
     file: Path | None = file_option("The YAML configuration, in place of --config.", kind=Argument)
-    config: Path | None = file_option("The YAML configuration.", "--config", "-c")
+    config: Path | None = file_option("The YAML configuration.", "--config", "-c", parser=yaml_file)
     overrides: list[str] | None = option(
         "Override a value by its dotted key; the value is YAML. Repeat.",
         "--set",
@@ -311,7 +323,7 @@ class PlanRequest(Given):
     memory: str | None = option(
         "Short for --set budget.memory=2GiB; none: more than the graphs asked for, too.",
         metavar="BYTES",
-        parser=lambda text: "null" if text == "none" else text,
+        parser=memory,
     )
     capture_time: str | None = option("Short for --set budget.capture_time=30s.", metavar="TIME")
     emit: EngineName | None = option("Print the plan for an engine, and nothing else.")
@@ -438,7 +450,7 @@ class VllmOptions:
     max_num_batched_tokens: int | None = count(OF_VLLM)
     num_speculative_tokens: int | None = count("With --vllm: of vLLM's --speculative-config.")
     speculative_method: SpeculativeMethod | None = option(
-        "With --vllm: method of vLLM's --speculative-config."
+        "With --vllm: method of vLLM's --speculative-config; absent for others, such as medusa."
     )
     runner: Runner | None = option("With --vllm: its model runner; v2 if it can be.")
     max_loras: int | None = count("With --vllm: as vLLM's option, for --enable-lora.")

@@ -187,7 +187,6 @@ def run_check(
 
 
 def announcements(plan: Plan) -> Iterator[str]:
-    """Changes of the mode, and warnings."""
     for change in plan.changes:
         yield f"note: cudagraph_mode {change.requested} -> {change.resolved}: {change.reason}"
     for warning in plan.warnings:
@@ -198,7 +197,6 @@ def announcements(plan: Plan) -> Iterator[str]:
 
 
 def _check_loads(config: Config, loads: Loads) -> None:
-    """Raise ConfigError for options that the traffic does not fit."""
     given = {
         "--speedup, --scale, --replicas, --weights, --objective, --insurance and --step-times": (
             not loads.is_recorded or loads.step_times
@@ -396,7 +394,6 @@ def _doubts(
     config: Config,
     machine: Machine | None,
 ) -> Iterator[str]:
-    """About the step times of a bench."""
     if not re.search(r'"kind":\s*"bench"', text):
         return
     report = parse_report(text, file)

@@ -296,9 +296,9 @@ class Planner:
                 planned = self._for_loads(config, of_first)
         most = self._asked_bytes
         cost = planned.plan.predicted
-        if cost is None or self.any_memory or not most:
+        if cost is None or self.any_memory:
             return planned
-        if cost.total_bytes <= most + MIB:
+        if most < MIB or cost.total_bytes <= most + MIB:
             return planned
         bounded = config.with_values("budget", memory=most)
         with suppress(BudgetError):

@@ -4,8 +4,7 @@ Note [Lanes]
 ~~~~~~~~~~~~
 One lane or two are solved exactly (pair.py). Of three and more, each lane gets its best list in
 turn for what the others' lists leave to it, and graphs go from lane to lane, until nothing is
-better; so one graph after the other is added. The bound comes from letting each group of batches
-have all the graphs for itself, in its fastest lane.
+better; so one graph after the other is added. The bound there is that of a graph for each size.
 
 Note [Limits]
 ~~~~~~~~~~~~~
@@ -31,7 +30,6 @@ from cgplan.optimizer.pair import Pair
 from cgplan.optimizer.paths import (
     Floats,
     Paths,
-    best_paths,
 )
 from cgplan.optimizer.problem import (
     Chosen,
@@ -262,7 +260,6 @@ class Search:
         value: [K + 1] total microseconds (times weight) of the best plan found, with the price of
             its costs.
         bound: [K + 1] no plan is below it.
-        prices: At the rate.
         pair: Plans of one lane or two.
     """
 
@@ -288,15 +285,14 @@ class Search:
         self._paths: dict[tuple[int, bytes], Paths] = {}
         nothing = _nothing(problem)
         self._plans = [nothing]
+        self.bound = np.full(limits.graphs + 1, problem.best_total)
         if len(problem.lanes) in (1, 2):
             self.pair = Pair(problem, self.prices, self._spare())
             self.value = self.pair.value
-            self.bound = self.pair.value
+            if problem.rising:
+                self.bound = self.value
         else:
             self.value = self._in_turns(start or nothing)
-            self.bound = self._in_fastest_lanes()
-        if not problem.rising:
-            self.bound = np.full_like(self.value, problem.best_total)
 
     def best(
         self,
@@ -370,7 +366,7 @@ class Search:
         return totals
 
     def _total(self, chosen: Chosen) -> Any:
-        """With the price of the plan, but for what the first graph brings with it."""
+        """With the price, but for what the first graph brings."""
         graphs, memory, seconds = self.problem.costs_of(chosen)
         if graphs:
             memory -= self.problem.workspace
@@ -442,55 +438,6 @@ class Search:
         free += self.prices.byte * pools
         totals = np.where(paid, free, np.inf)
         return _Turn(paths, free, totals)
-
-    def _in_fastest_lanes(self) -> Floats:
-        """A bound: each group of batches has all the graphs for itself, in the fastest of its
-        lanes, up to the largest size that the memory besides the keys pays for.
-        """
-        problem = self.problem
-        graphs = self.limits.graphs
-        if not problem.lanes:
-            return self.value
-        if any(self.prices):
-            return np.full_like(self.value, -np.inf)
-        every = [lane.sizes for lane in problem.lanes]
-        together = np.concatenate(every)
-        sizes = np.unique(together)
-        shape = len(every), sizes.size
-        times = np.full(shape, np.inf)
-        fixed = np.full(shape, np.inf)
-        for n, lane in enumerate(problem.lanes):
-            place = np.searchsorted(lane.sizes, sizes)
-            fits = place < lane.sizes.size
-            place = place[fits]
-            times[n, fits] = lane.times[0, place]
-            pools = lane.pools.sum(axis=0)
-            fixed[n, fits] = pools[place]
-        costs = problem.least(graphs)
-        driver, seconds = costs[:, :, None]
-        least = fixed.min(axis=0)
-        memory = driver + least
-        paid = self.limits.pays_for(0, memory, seconds)
-        longest = max(lane.times[0, -1] for lane in problem.lanes)
-        total = np.full_like(self.value, problem.eager_us)
-        for demand in problem.demands:
-            served = times[list(demand.lanes)]
-            fastest = np.minimum(served, longest)
-            time = fastest.min(axis=0)
-            held = demand.below(sizes)
-            weight = demand.weight[held]
-            paths = best_paths(
-                weight[None],
-                time[None],
-                graphs,
-            )
-            eager = demand.eager
-            missed = eager[-1] - eager[held]
-            cost = paths.cost + missed
-            cost = np.where(paid, cost, np.inf)
-            total += cost.min(axis=1)
-        bound = np.minimum.accumulate(total)
-        return np.minimum(self.value, bound)
 
     def _spare(self) -> Floats:
         """Bytes that pools may take, by the number of graphs; -inf where the cheapest keys are not

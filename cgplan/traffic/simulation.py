@@ -346,11 +346,10 @@ class _Rank:
         self.repeats = 1
         if not prompts:
             self.repeats = (wanted - 1) // prefilled
-            if bounds.mixes:
-                if bounds.kv_tokens:
-                    self.go_on(now)  # the KV cache has room for fewer steps
-                decodes = self.until - self.decoded
-                self.repeats = min(self.repeats, decodes)
+            if bounds.kv_tokens:
+                self.go_on(now)  # it has room for fewer steps
+            decodes = self.until - self.decoded if bounds.mixes else NEVER
+            self.repeats = min(self.repeats, decodes)
         self.ending = prompts
         self.prefilled = prefilled
         return tokens + prefilled, number, False, len(adapters) - 1

@@ -1036,9 +1036,9 @@ def test_memory_binds_boxes(home: Path) -> None:
         assert (free.evidence or {})["binding"] == []
         assert (bound.evidence or {})["binding"] == ["memory"]
         assert "one for all takes" in refused(
-            errors.BudgetError, *command, "--costs", costs, "--memory", "1"
+            errors.BudgetError, *command, "--costs", costs, "--memory", "1B"
         )
-    shown = good(*command[:-1], "--memory", "9", "--verbose").stdout
+    shown = good(*command[:-1], "--memory", "9B", "--verbose").stdout
     assert "budget.memory not looked at" in " ".join(shown.split()), shown
 
 
@@ -1076,6 +1076,12 @@ def test_what_a_plan_of_several_sizes_refuses(home: Path) -> None:
         ("plan vllm serve a/b --max-num-seqs 256 --port 80", "'vllm'. Of vLLM: --vllm JSON"),
         ("plan --vllm {} vllm serve a/b", "'vllm'. Of vLLM: --vllm JSON"),
         ("vllm check vllm serve a/b", "Of vLLM: --vllm JSON"),
+        ("vllm serve a/b --port 80", "Of vLLM: --vllm JSON"),
+        ("vllm check a/b", "leave out the rest and the model"),
+        ("plan -cc.cudagraph_mode=FULL", "-cc.cudagraph_mode=FULL is vLLM's: give --vllm JSON"),
+        ("plan --vllm {} --speculative-method medusa", "--speculative-method': 'medusa' is not"),
+        ("plan --vllm {} --memory 2", "2 bytes pay for no graph: give a unit"),
+        ("plan p.json", "Of a saved plan: `cgplan inspect FILE`, or `cgplan plan check FILE`"),
         ("plan --vllm {} --cudagraph-capture-sizes 1 2", "keys of its --compilation-config"),
         ("vllm check --gpu-memory-utilization 0.9", "leave out the rest"),
         ("inspect --vllm {} --max_num_seqs 4", "(Possible options: --max-num-seqs)"),
@@ -1095,7 +1101,13 @@ def test_options_of_vllm_that_cannot_be_planned_are_explained(command: str, said
 
 
 @pytest.mark.parametrize(
-    "command", ["capture --gpu-memory-utilization 0.9", "plan p.json", "plan --emit vllmx"]
+    "command",
+    [
+        "capture --gpu-memory-utilization 0.9",
+        "plan p.json",
+        "plan --emit vllmx",
+        "inspect p.json -v",
+    ],
 )
 def test_other_words_are_refused_without_a_word_on_vllm(command: str) -> None:
     result = cgplan_command(*command.split())
