@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
@@ -77,11 +77,16 @@ def about(
     plan: Plan,
     environment: Environment,
     config: Config,
+    aside: Collection[str] = (),
 ) -> Iterator[str]:
-    """Notes on figures that were measured for another ``plan``, or on the tape."""
-    found = named(mismatches(plan, config))
+    """Notes on figures of another ``plan``, or of the tape; ``aside``: they do not change them."""
+    found = []
+    for change in mismatches(plan, config):
+        is_unnamed = change.name == "model.target" and change.new is None
+        if not is_unnamed and change.name not in aside:
+            found.append(change)
     if found:
-        yield (f"{subject} were measured with another configuration: {found}")
+        yield f"{subject} were measured with another configuration: {named(found)}"
     if environment.driver is None:
         yield f"{subject} are those of {environment.backend}, not of a GPU"
 

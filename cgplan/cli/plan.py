@@ -52,6 +52,12 @@ from cgplan.reports.records import BenchReport, parse_report
 from cgplan.reports.run_tables import busy
 from cgplan.units import listed
 
+UNTIMED = (  # settings that do not change how long a step takes
+    "scheduler.max_num_seqs",
+    "compilation.verify",
+    "compilation.address_check",
+)
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
@@ -402,7 +408,7 @@ def _doubts(
     environment = report.environment
     for warning in busy(report):
         yield f"{subject}: {warning}"
-    yield from about(subject, report.capture.plan, environment, config)
+    yield from about(subject, report.capture.plan, environment, config, UNTIMED)
     measured_on = environment.as_machine
     if environment.driver is not None and machine not in (None, measured_on):
         found = named(machine_changes(machine, measured_on))

@@ -348,7 +348,8 @@ class _Rank:
             self.repeats = (wanted - 1) // prefilled
             if bounds.kv_tokens:
                 self.go_on(now)  # it has room for fewer steps
-            decodes = self.until - self.decoded if bounds.mixes else NEVER
+            until = self.until if bounds.mixes else NEVER
+            decodes = until - self.decoded
             self.repeats = min(self.repeats, decodes)
         self.ending = prompts
         self.prefilled = prefilled
@@ -538,7 +539,8 @@ class _Engine:
                 if bounds.mixes or not rank.prefilled:
                     rank.decoded += repeats
                 rank.prompt_left -= (repeats - 1) * rank.prefilled
-                if rank.ending or rank.decoded == rank.until:
+                is_done = rank.decoded == rank.until
+                if is_done or rank.ending:
                     rank.go_on(self.now)
 
     def overload(self) -> list[str]:

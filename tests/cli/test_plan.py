@@ -551,7 +551,9 @@ def test_plan_says_whose_step_times_it_uses(home: Path) -> None:
     use_traffic(home)
     good("bench", *PLAN[1:], "--output", "bench.json")
     command = (*PLAN, "--traffic", "traffic.csv", "--step-times", "bench.json")
-    for changes, told in ((), False), (settings("scheduler.max_num_seqs=64"), True):
+    untimed = settings("scheduler.max_num_seqs=64", "compilation.address_check=off")
+    wider = settings("model.kwargs={width: 32}")
+    for changes, told in ((), False), (untimed, False), (wider, True):
         evidence = plan_of(*command, *changes).evidence
         assert evidence is not None
         warnings = " ".join(evidence["warnings"])
