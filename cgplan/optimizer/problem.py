@@ -487,7 +487,7 @@ def problem_of(
     groups = grouped(zip(served, range(weights.size), strict=True))
     demands: list[Demand] = []
     eager_us = 0.0
-    for on, rows in sorted(groups.items(), reverse=True):
+    for on, rows in groups.items():
         own = StepShape._make(column[rows] for column in batches)
         tried = tuple(np.flatnonzero(on).tolist())
         demand = _demand(tried, own, weights[rows], offers, times)

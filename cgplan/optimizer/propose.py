@@ -88,7 +88,7 @@ WRITTEN: Mapping[str, Callable[[Any], str]] = {
     "memory": format_bytes,
     "capture_time": "{:.4g} s".format,
 }
-FIRST, LAST = 64, 128  # graphs that curves go up to
+LAST = 128  # graphs that curves go up to
 CLOSE = 0.05  # share of the time that graphs can save at all that a plan without a budget may leave
 # Shares of the time of those steps that graphs make faster, see Problem.changeable:
 WORTH = 1e-4  # a gain below which graphs are not worth a word
@@ -427,14 +427,7 @@ class Curve:
 
     @cached_property
     def found(self) -> Search:
-        """Of 64 graphs; of 128 where the budget allows more, or 64 are not enough."""
-        problem = self.problem
-        found = Search(problem, Limits(FIRST))
-        near = problem.best_total + ALIKE * problem.changeable
-        most = self.inputs.config.budget.max_graphs or 0
-        if found.value[-1] > near or most > FIRST:
-            found = Search(problem, Limits(LAST))
-        return found
+        return Search(self.problem, Limits(LAST))
 
     @cached_property
     def steps(self) -> list[float]:

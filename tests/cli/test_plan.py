@@ -529,6 +529,24 @@ def test_plan_from_the_metrics_of_a_runner(home: Path) -> None:
     refused(errors.TrafficError, *PLAN, *SIZED, "--from-stats", "metrics.txt")
 
 
+def test_more_graphs_than_the_configured_ones_say_why_and_what_has_fewer(home: Path) -> None:
+    (home / "seen.csv").write_text("num_tokens,count\n1,50\n3,200\n8,20\n")
+    few = settings("compilation.cudagraph_capture_sizes=[1, 4, 8]")
+    command = (*PLAN, *few, "--traffic", "seen.csv")
+    shown = " ".join(good(*command).stdout.split())
+    found = re.search(
+        r"Plan: (\d+) graphs instead of the configured sizes' 3 graphs \((\d+) for batches that "
+        r"max_num_seqs = 256 allows and the traffic does not show: lower that, or --max-graphs 3\)",
+        shown,
+    )
+    assert found
+    assert 3 < int(found[2]) < int(found[1])
+    for fewer in (("--max-graphs", "3"), settings("scheduler.max_num_seqs=8")):
+        plan = plan_of(*command, *fewer)
+        assert len(plan.keys) <= 3
+        assert "does not show" not in good(*command, *fewer).stdout
+
+
 def test_statistics_of_graphed_become_its_sizes(home: Path) -> None:
     model = torch.nn.Linear(8, 4).eval()
     with torch.no_grad():
