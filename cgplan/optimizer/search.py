@@ -141,15 +141,12 @@ def _priced(
     high = np.inf
     rate = 0.01
     numbers = range(1, limits.graphs + 1)
-    start: Chosen | None = None
     for _ in range(SWEEPS):
         found = Search(
             problem,
             limits,
             rate=rate,
-            start=start,
         )
-        start = found.chosen(limits.graphs)
         budget_price = found.prices.total(
             (limits.memory or 0.0) - problem.workspace,
             (limits.seconds or 0.0) - problem.once,
@@ -269,7 +266,6 @@ class Search:
         limits: Limits,
         *,
         rate: float = 0.0,
-        start: Chosen | None = None,
     ) -> None:
         self.problem = problem
         self.limits = limits
@@ -292,7 +288,7 @@ class Search:
             if problem.rising:
                 self.bound = self.value
         else:
-            self.value = self._in_turns(start or nothing)
+            self.value = self._in_turns()
 
     def best(
         self,
@@ -346,7 +342,7 @@ class Search:
             found.append(tuple(sizes))
         return tuple(found)
 
-    def _in_turns(self, plan: Chosen) -> Floats:
+    def _in_turns(self) -> Floats:
         """One graph more after the other, see Note [Lanes]; the totals."""
         found = self._plans[0]
         total = self._total(found)
@@ -354,13 +350,12 @@ class Search:
         totals = np.full(most + 1, total)
         for count in range(1, totals.size):
             graphs = sum(map(len, found))
-            if sum(map(len, plan)) <= count:
-                plan, better = self._improved(plan, count)
-                if better < total:
-                    found = plan
-                    total = better
-                elif graphs < count - 1:  # two more graphs brought nothing
-                    break
+            plan, better = self._improved(found, count)
+            if better < total:
+                found = plan
+                total = better
+            elif graphs < count - 1:  # two more graphs brought nothing
+                break
             self._plans.append(found)
             totals[count:] = total
         return totals
