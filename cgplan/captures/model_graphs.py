@@ -819,21 +819,17 @@ class Rehearsal:
         what later runs change.
         """
         found = self.footprints[mode]
-        if self.put_back.made:
-            if found.value_read:
-                self._refuse(f"computes a value for the host ({found.value_read}) {_FROM_PADDING}")
-            prepared = self.put_back.prepared
-            if prepared:
-                self._refuse(f"prepares {_listed(prepared)} on first use, and changes it later")
+        if found.value_read and self.put_back.made:
+            self._refuse(f"computes a value for the host ({found.value_read}) {_FROM_PADDING}")
+        prepared = self.put_back.prepared
+        if prepared:
+            self._refuse(f"prepares {_listed(prepared)} on first use, and changes it later")
         found.value_read = None
 
     def _refuse(self, does: str) -> None:
         remedy = "Run the model on one real batch before the capture."
         if self.put_back.leaves_python:
-            remedy = (
-                "Lists and hidden flags keep what they were given, so build the model again. "
-                f"{remedy}"
-            )
+            remedy = f"Not all of what it changed can be undone, so build the model again. {remedy}"
         raise CaptureError(f"the forward {does}", remedy=remedy)
 
     def _refuse_rebound(self, found: Footprint, changed: Mapping[str, Change]) -> None:

@@ -37,6 +37,7 @@ _KINDS_OF_MOVES = (
 _SHOWN = 10
 ABSENT: Any = object()
 _ADDRESS: Any = object()  # address of a moved tensor
+_ADDED: Any = object()  # what a list or set got
 _ABSENT_ERRORS = (LookupError, AttributeError, ValueError)
 
 
@@ -147,12 +148,19 @@ class Place:
         )
         if not is_alike:
             later = Traits.of(now)
-            return Change(self.path, str(before), str(later))
+            return Change(
+                self.path,
+                str(before),
+                str(later),
+            )
         if now.data_ptr() != self.address:
             return Change(self.path, _ADDRESS, _ADDRESS)
         if now.requires_grad != self.requires_grad:
-            path = f"{self.path}.requires_grad"
-            return Change(path, self.requires_grad, now.requires_grad)
+            return Change(
+                f"{self.path}.requires_grad",
+                self.requires_grad,
+                now.requires_grad,
+            )
         return None
 
 
@@ -186,10 +194,17 @@ class Change:
     ) -> None:
         assert self.where is not None
         container, key = self.where
-        if value is ABSENT:
+        if key is _ADDED:
+            container.drop_added()
+        elif value is ABSENT:
             del container[key]
         else:
             container[key] = value
+
+    @property
+    def is_addition(self) -> bool:
+        """To a container."""
+        return self.was is ABSENT or (self.where is not None and self.where[1] is _ADDED)
 
     @property
     def may_be_ignored(self) -> bool:
@@ -218,8 +233,15 @@ class Change:
 class Stateful(NamedTuple):
     path: str
     read: ReadState
-    state: object
+    state: Any
     is_small: bool = False
+    items: set[Any] | None = None
+
+    def drop_added(self) -> None:
+        """Of a set of plain values."""
+        assert self.items is not None
+        before = {item for _, item in self.state}
+        set.intersection_update(self.items, before)
 
 
 @dataclass(slots=True, eq=False)
@@ -358,7 +380,8 @@ class Fingerprint:
         read = walk.state_reader(value)
         if read is not None:
             is_small = walk.is_small_array(value)
-            self.stateful.append(Stateful(place.path, read, read(), is_small))
+            items = value if issubclass(kind, set) else None
+            self.stateful.append(Stateful(place.path, read, read(), is_small, items))
         found = walk.inside(value, classes[kind][1])
         for step, held in found.contents.items():
             self.contents.setdefault(place.path + step, held)
@@ -403,7 +426,11 @@ class Fingerprint:
         for before in (*self.stateful, *self.draws):
             state = before.read()
             if state != before.state:
-                found.append(Change(before.path, before, before._replace(state=state)))
+                later = before._replace(state=state)
+                where = None
+                if before.items is not None and state > before.state:
+                    where = before, _ADDED
+                found.append(Change(before.path, before, later, where))
         return {change.path: change for change in found if not is_ignored(change.path, ignore)}
 
     def is_attribute(
@@ -618,7 +645,10 @@ def _changes_of(contents: Mapping[str, Contents]) -> list[Change]:
         elif has_length and has_keys:
             continue
         elif not held.is_dict:
-            found.append(Change(f"len({path})", held.length, length))
+            where = None
+            if held.base is list and length > held.length:
+                where = held, _ADDED
+            found.append(Change(f"len({path})", held.length, length, where))
         else:
             added = _added(path, held)
             if has_length and not added:

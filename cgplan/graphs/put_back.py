@@ -1,7 +1,7 @@
 """What runs ahead of a capture change of a model, and what it gets back.
 
 Note [What is put back]
-    Tensors and attributes, not other containers; dicts lose what they got if no graph stays. Small
+    Tensors and attributes; dicts, lists and sets lose what they got if no graph stays. Small
     storages are rewound before each run: positions must not run past a cache. What one run alone
     changed of Python, ahead of captures, was made on first use, and stays, as captures rely on it;
     then other attributes keep what the first run left, which may belong to it.
@@ -406,7 +406,7 @@ class PutBack:
     def leaves_python(self) -> bool:
         """Whether ``restore`` leaves some changes of Python though no graph stays."""
         for change in self.last.values():
-            if change.was is not ABSENT and not self.before.is_attribute(change):
+            if not change.is_addition and not self.before.is_attribute(change):
                 return True
         return "hidden" in map(self._first_use, self.written.values())
 
@@ -418,7 +418,9 @@ class PutBack:
         made = self.made
         of_first_use = set[int]()
         for path, known in self._paths.items():
-            if path in made:
+            change = self.last.get(path)
+            is_of_a_size = change is not None and change.is_addition and not self.is_steady(path)
+            if path in made or is_of_a_size:
                 of_first_use |= known.runs
         found = list[str]()
         for written in self.written.values():
@@ -437,11 +439,11 @@ class PutBack:
         self,
         path: str,
     ) -> bool:
-        """Dicts lose what runs put in, but only if no graph stays."""
+        """Containers lose what runs put in, but only if no graph stays."""
         change = self.last.get(path)
         if change is None or self.before.is_attribute(change):
             return True
-        return change.was is ABSENT and not self._keeps_first_use
+        return change.is_addition and not self._keeps_first_use
 
     def made_of(
         self,

@@ -164,6 +164,10 @@ class Contents:
             return None
         return self.length  # the same object: places are compared by identity
 
+    def drop_added(self) -> None:
+        """Of a list."""
+        del self.value[self.length :]
+
 
 @dataclass(slots=True)
 class Found:

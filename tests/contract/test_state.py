@@ -775,13 +775,27 @@ class Stream(nn.Module):
     def __init__(self, device: torch.device, kind: str, *, numel: int = 2) -> None:
         super().__init__()
         self.kind, self.numel, self.fresh = kind, numel, True
-        self.past: Tensor | None = torch.zeros(numel, device=device) if kind == "flag" else None
+        self.begun_list = list[str]()
+        self.begun_set = {"others"}
+        self.past: Tensor | None = None
+        if kind in ("flag", "list", "set"):
+            self.past = torch.zeros(numel, device=device)
+
+    def begins(self) -> bool:
+        if self.kind == "list" and not self.begun_list:
+            self.begun_list.append("past")
+            return True
+        if self.kind == "set" and "past" not in self.begun_set:
+            self.begun_set.add("past")
+            return True
+        begins = self.kind == "flag" and self.fresh
+        self.fresh = self.fresh and not begins
+        return begins
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.kind == "flag" and self.fresh:
+        if self.begins():
             assert self.past is not None
             self.past.fill_(-1.0)
-            self.fresh = False
         elif self.past is None:
             self.past = torch.zeros(self.numel, device=x.device)
             if self.kind == "made":
@@ -791,9 +805,9 @@ class Stream(nn.Module):
         return x + self.past[:2]
 
 
-@pytest.mark.parametrize("kind", ["flag", "made"])
+@pytest.mark.parametrize("kind", ["flag", "list", "set", "made"])
 def test_state_that_first_use_prepares_is_refused(backend: GraphBackend, kind: str) -> None:
-    """What padding ran on it is put back to before that, and the flag stays."""
+    """What padding ran on it is put back to before that, and so is the flag, as no graph stays."""
     x = torch.rand(1, 2, device=backend.device)
     model, plain = (Stream(backend.device, kind) for _ in range(2))
     with pytest.raises(CaptureError, match="prepares past on first use") as refused:
@@ -808,6 +822,41 @@ def test_state_that_first_use_prepares_is_refused(backend: GraphBackend, kind: s
     g.warm_up(torch.zeros_like(x))
     for _ in range(4):
         same(g(x), plain(x))
+
+
+class Streams(nn.Module):
+    """A row of state for each size, begun at its first batch, as a set knows; each run counts in another row."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.begun = set[int]()
+        self.rows = torch.zeros(9, 2, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.rows[0].add_(1)
+        if len(x) not in self.begun:
+            self.begun.add(len(x))
+            self.rows[len(x)].fill_(len(x))
+        return x * self.rows[len(x)] + self.rows[0]
+
+
+@pytest.mark.parametrize("way", ["capture", "lazy", "warm_up"])
+def test_state_that_first_use_of_each_size_prepares(backend: GraphBackend, way: str) -> None:
+    model, plain = (Streams(backend.device) for _ in range(2))
+    batches = [torch.rand(rows, 2, device=backend.device) for rows in (4, 2, 1)]
+    if way == "capture":
+        with pytest.raises(CaptureError, match="prepares rows on first use"):
+            open_runner(backend, model)
+        served: Any = model
+    elif way == "warm_up":
+        served = cgplan.graphed(model, dynamic={})
+        for x in batches:
+            served.warm_up(x)
+    else:
+        runner = open_runner(backend, model, capture_policy="lazy")
+        served = lambda x: runner(x=x)  # noqa: E731
+    for x in 3 * batches:
+        same(served(x), plain(x))
 
 
 @pytest.mark.parametrize("numel", [2, 400_000])
