@@ -72,8 +72,9 @@ class CapturedKeys:
     """The keys of a model that have graphs, and those that could not be captured.
 
     Args:
-        graphs: Its ``plan`` is what is captured now.
-        wanted: What of ``asked`` may be captured.
+        graphs: Its ``plan`` is what is captured now, part of ``wanted``.
+        asked: What the configuration says.
+        wanted: What of it may be captured.
         prove: By a second capture of a plan, for ``audit: prove``.
 
     Attributes:

@@ -135,7 +135,7 @@ class PutBack:
 
     Attributes:
         outcome: Bytes and kind of copy by path; ``new``: made on first use.
-        volatile: Paths that each run binds again.
+        volatile: Paths that runs bind, but on first use.
         last: Changes of Python after the last run.
         newly_written: Paths of tensors that the last run wrote, and an earlier one did not.
         written: By address.
@@ -383,12 +383,12 @@ class PutBack:
                 that this run changed was put back, so that none of them is the flag
         """
         made = self.made
-        stay = set[int]()
+        leave_python = set[int]()
         for path, known in self._paths.items():
             is_undone = self.is_steady(path) or known.is_captured or self.may_undo(path)
             if path in made or not is_undone:
-                stay |= known.runs
-        if written.runs and written.runs.keys() <= stay:
+                leave_python |= known.runs
+        if written.runs and written.runs.keys() <= leave_python:
             return "seen"
         if len(written.runs) != 1 or written.after_first is None:
             return None
@@ -506,7 +506,7 @@ class PutBack:
         between_keys: bool = False,
     ) -> None:
         """Undo changes; between keys, large storages wait. The device is idle."""
-        if len(self._runs) < 2:  # no second run tells first use apart
+        if len(self._runs) < 2:  # a look alone: no second run tells first use apart
             self.undo_first_use()
         self.outcome.clear()
         for written in self.written.values():
