@@ -300,7 +300,7 @@ def test_a_model_prepares_itself_again(backend: GraphBackend) -> None:
             model.cache = plain.cache = None
         x = rows(backend, 3)
         close(g(x), plain(x))
-    assert replays(g) == 6, "those behind the second reset"
+    assert replays(g) == 11
     assert "5 calls ran eagerly: the first calls of a kind" in g.explain()
 
 
@@ -1050,6 +1050,31 @@ def test_a_strict_graph_that_differs_raises_once(backend: GraphBackend) -> None:
     for _ in range(3):
         close(g(x), x * 2)
     assert g.runners[0].stats.captures == 2
+
+
+def test_statistics_go_on_in_the_next_runner_of_a_kind(backend: GraphBackend, net: Net) -> None:
+    g = cgplan.graphed(net)
+    for _ in range(4):
+        g(rows(backend, 3))
+    [runner] = g.runners
+    stats = runner.stats
+    for n in (5, 40, 40):  # buffers of 16 rows, then larger ones
+        g(rows(backend, n))
+    assert g.runners[0] is not runner
+    net.load_state_dict(copy.deepcopy(net.state_dict()), assign=True)
+    for _ in range(3):
+        g(rows(backend, 3))
+    assert g.runners[0].stats is stats
+    assert stats.calls == g.graph_calls == stats.traffic().total == 8
+    assert stats.captures == 4
+
+
+def test_a_kind_without_graphs_keeps_its_calls(backend: GraphBackend, net: Net) -> None:
+    g = cgplan.graphed(lambda x, scale: net(x) * scale, max_graphs=1)
+    calls = [1.0] * 6 + [2.0] * 12
+    for scale in calls:
+        g(rows(backend, 2), scale)
+    assert re.search(r"none +4 +.*scale = 1.0\n *2 +10 +.*scale = 2.0\n", g.explain())
 
 
 @pytest.mark.parametrize("model", [lambda x: x - x.amin(0), lambda x: x * (x > 0).all()])

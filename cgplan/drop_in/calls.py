@@ -435,6 +435,7 @@ class Calls:
             runner = kind.runner
             if runner is None or kind.outgrown(sizes):
                 runner = kind.runner = self._open_runner(kind, sizes)
+                kind.stats = runner.stats
             missing = kind.route(sizes).missing
             if missing is not None and is_capture_allowed() and self._make_room(kind, missing):
                 runner.exchange(captured=[missing])
@@ -487,7 +488,7 @@ class Calls:
             name=self._name,
             state={"model": self._model, **object_roots(kind.forward.form)},
             real_rows=RealRows(lambda views: weak.fill(views), tuple(settings.pad)),
-        ).run()
+        ).run(kind.stats)
 
     def _make_room(
         self,
@@ -498,16 +499,18 @@ class Calls:
         owners = dict[OwnedKey, Kind]()
         uses = dict[OwnedKey, int]()
         for other in self.learner.kinds:
-            if other.runner is None:
+            if other.stats is None:
                 continue
-            for key in other.runner.plan.keys:
-                owners[id(other), key] = other
-                uses[id(other), key] = other.runner.stats.replays[key]
+            for key, count in other.stats.replays.items():
+                uses[id(other), key] = count
+            if other.runner is not None:
+                for key in other.runner.plan.keys:
+                    owners[id(other), key] = other
         most = self._settings.max_graphs
         if len(owners) < most:
             return True
         asked, before = kind.waiting.pop(missing, (0, uses))
-        since = {graph: count - before.get(graph, 0) for graph, count in uses.items()}
+        since = {graph: uses.get(graph, 0) - before.get(graph, 0) for graph in owners}
         least = min(since, key=since.__getitem__)
         if asked + 1 <= since[least] or not asked:
             kind.waiting[missing] = asked + 1, before

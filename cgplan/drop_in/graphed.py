@@ -198,10 +198,10 @@ class Graphed:
         lines = [f"{self._name}: {graphs} of {self._settings.max_graphs} graphs"]
         rows = list[tuple[str, int, list[str]]]()
         for kind in learner.kinds:
-            runner = kind.runner
-            if runner is not None:
-                sizes = ", ".join(key.size for _, key in reversed(runner.plan.keys))
-                rows.append((sizes or "none", runner.stats.calls, self._notes_of(kind)))
+            if kind.stats is not None:
+                keys = kind.runner.plan.keys if kind.runner is not None else ()
+                sizes = ", ".join(key.size for _, key in reversed(keys))
+                rows.append((sizes or "none", kind.stats.calls, self._notes_of(kind)))
         common = set(rows[0][2] if len(rows) > 1 else ())
         for _, _, notes in rows:
             common &= {*notes}

@@ -44,6 +44,7 @@ from cgplan.graphs.fingerprint import ABSENT, Change, Fingerprint
 from cgplan.modes import Key
 from cgplan.runner.routing import RoutedBatch
 from cgplan.runner.runner import GraphRunner
+from cgplan.runner.stats import RunnerStats
 
 _MOST_MISSES = 16  # a few objects, each of them new once and used once
 _MOST_SIZES = 64  # for which a model adds something
@@ -77,6 +78,8 @@ class Kind:
         shapes: Of the outputs, in terms of sizes.
         state, objects: Of the object arguments: a key, and their watch.
         written: Ids of the storages that its graphs write.
+        stats: Of its runners, one after the other.
+        replays: Until the model's last change.
         waiting: Keys without room: times asked for, uses of all graphs before.
     """
 
@@ -106,6 +109,8 @@ class Kind:
         self.stage = Stage.NEW
         self.eager_reason = ""
         self.runner: GraphRunner | None = None
+        self.stats: RunnerStats | None = None
+        self.replays = 0
         self.returns: Form | None = None
         self.shapes: tuple[Shape, ...] = ()
         self.requires_grad: tuple[bool, ...] = ()
@@ -173,8 +178,10 @@ class Kind:
         """
         served = False
         if self.runner is not None:
+            replays = self.runner.stats.replays.total()
             # the call that captured is one
-            served = self.runner.stats.replays.total() > 1
+            served = replays > self.replays + 1
+            self.replays = replays
         self.close()
         stays = is_moved and self.stage is not Stage.CHANGED
         if self.may_capture and not served:

@@ -74,10 +74,11 @@ class GraphRunner:
         capture_plan: Callable[[Plan, Collection[Key], bool], CapturedKeys],
         use: PoolUse,
         name: str,
+        stats: RunnerStats | None,
     ) -> None:
         graphs = captured.graphs
         config = graphs.config
-        self.stats = RunnerStats(graphs.plan)
+        self.stats = stats or RunnerStats(graphs.plan)
         self._capture_plan = capture_plan
         self._use = use
         self._held = partial(use.held, name)
@@ -119,6 +120,7 @@ class GraphRunner:
         graphs = captured.graphs
         self._captured = captured
         self.graphs = graphs
+        self.stats.captures += len(self.plan.keys)
         self._copiers = dict[tuple[int, ...], Copier]()
         for sizes in graphs.buffers:
             self._copier(sizes)
@@ -604,7 +606,6 @@ class GraphRunner:
         on_demand: bool,
     ) -> None:
         self._serve(self._capture_plan(self._captured.asked, keys, on_demand))
-        self.stats.captures += len(self.plan.keys)
         self._replays_before = self.stats.replays
 
     def exchange(

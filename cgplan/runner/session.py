@@ -21,6 +21,7 @@ from cgplan.piecewise.routes import SplitRoute
 from cgplan.planning import Plan, config_hash
 from cgplan.planning.build import refuse_auto
 from cgplan.runner.runner import GraphRunner
+from cgplan.runner.stats import RunnerStats
 
 
 @dataclass(eq=False, repr=False)
@@ -66,9 +67,9 @@ class CaptureSession:
                 remedy="Set compilation.pool: shared, or give it no pool.",
             )
 
-    def run(self) -> GraphRunner:
+    def run(self, stats: RunnerStats | None = None) -> GraphRunner:
         """Capture all keys, or none yet with ``capture_policy: lazy``. With a budget, a lack of
-        memory ends the captures without an error.
+        memory ends the captures without an error. ``stats`` of an earlier runner go on.
 
         Raises:
             CaptureError: a key could not be captured; everything of this session is freed.
@@ -85,7 +86,7 @@ class CaptureSession:
         use = PoolUse() if self.pool is None else self.pool.use
         with use.held(self.name):
             captured = self._capture_plan(self.plan, keys, on_demand, self.began)
-            return GraphRunner(captured, self._capture_plan, use, self.name)
+            return GraphRunner(captured, self._capture_plan, use, self.name, stats)
 
     def _refuse_misfits(self) -> None:
         rules = self.plan.key_rules

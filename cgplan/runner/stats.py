@@ -52,7 +52,7 @@ class RunnerStats:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.captures = len(plan.keys)
+        self.captures = 0
         self.evictions = 0
         self.failures = 0
         self.timed_calls = 0
