@@ -517,6 +517,17 @@ class _BoxProblem:
             by = own.expected_us / ladder.expected_us - 1
             longer = "longer" if by > 0 else "shorter"
             compared.append(f"{abs(by):.1%} {longer} than with {ladder.name}")
+        verdict = f"steps {', '.join(compared)}"
+        warnings = [] if self.surface else [NO_TIMES]
+        beyond = self.traffic.beyond
+        if beyond:
+            share = f"{beyond:,} of {beyond + self._total:,.0f} batches"
+            verdict += f"; {share} are left out"
+            larger = " or ".join(f"--set dims.{name}.max=N" for name in self.config.dims)
+            warnings.append(
+                f"{share} are above the max of a dimension: they run eagerly, and no figure has "
+                f"them; {larger} has them planned for"
+            )
         step = own.expected_us
         lower = min(lower / self._total, step)
         least = self._times(self._least)
@@ -542,8 +553,8 @@ class _BoxProblem:
             binding=tuple(binding),
             uses=tuple(self._uses(boxes)),
             ladders=tuple(ladders),
-            warnings=() if self.surface else (NO_TIMES,),
-            verdict=f"steps {', '.join(compared)}",
+            warnings=tuple(warnings),
+            verdict=verdict,
             padding=own.padding,
             padding_map=self._map(boxes),
         )
@@ -559,11 +570,6 @@ class _BoxProblem:
             yield (
                 f"batches that no box holds run eagerly: one of {' x '.join(map(str, top))}, "
                 "the largest, is not held"
-            )
-        if self.traffic.beyond:
-            yield (
-                f"{self.traffic.beyond:,} batches are above the max of a dimension: they run "
-                "eagerly, and no figure has them"
             )
 
 

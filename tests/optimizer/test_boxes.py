@@ -381,9 +381,10 @@ def test_three_dimensions_and_one() -> None:
 
 def test_batches_without_a_graph_are_told() -> None:
     found = propose_boxes(config_of(2), traffic_of({(1, 8): 5, (4, 4): 5}, beyond=3)).evidence
-    assert (
-        "3 batches are above the max of a dimension: they run eagerly, and no figure has them"
-        in found.traffic_notes
+    assert found.verdict.endswith("; 3 of 13 batches are left out")
+    assert found.warnings[-1] == (
+        "3 of 13 batches are above the max of a dimension: they run eagerly, and no figure has "
+        "them; --set dims.batch.max=N or --set dims.length.max=N has them planned for"
     )
     assert any("64 x 512" in note for note in found.traffic_notes)
     assert not any("64 x 512" in note for note in evidence_of({(64, 512): 1}, 2).traffic_notes)
