@@ -26,6 +26,7 @@ from cgplan.optimizer.cover import (
     filled,
 )
 from cgplan.optimizer.evidence import (
+    NOTHING_SAVED,
     Evidence,
     Expected,
     LadderPoint,
@@ -519,6 +520,8 @@ class _BoxProblem:
             compared.append(f"{abs(by):.1%} {longer} than with {ladder.name}")
         verdict = f"steps {', '.join(compared)}"
         warnings = [] if self.surface else [NO_TIMES]
+        if self.surface and not self.surface.saves:
+            verdict = f"{NOTHING_SAVED}; {verdict}"
         beyond = self.traffic.beyond
         if beyond:
             share = f"{beyond:,} of {beyond + self._total:,.0f} batches"

@@ -27,6 +27,7 @@ from cgplan.optimizer.evidence import (
     ASKED_FOR,
     MOST_UNMEASURED,
     NO_BATCH,
+    NOTHING_SAVED,
     Evidence,
     Expected,
     LadderPoint,
@@ -835,7 +836,7 @@ class PlannedGraphs:
         if self.plan.mode is CUDAGraphMode.NONE:
             return "nothing is captured: the resolved cudagraph_mode is NONE"
         if not self.plan.keys:
-            return "no graph saves time: eager steps take no longer"
+            return NOTHING_SAVED
         number = len(self.plan.keys)
         graphs = counted(number, "graph")
         expected = self.run.expected_us

@@ -642,6 +642,7 @@ class StepSurface(NamedTuple):
     axes: tuple[Floats, ...]  # measured sizes of each dimension, ascending
     values: Floats  # times of all their combinations: [sizes of the first axis, ...]
     source: str
+    saves: bool = True  # a graph was faster than eager, as far as is known
 
     @classmethod
     def parse(
@@ -654,13 +655,16 @@ class StepSurface(NamedTuple):
         of a full grid. Of equal sizes the longest time counts. Raises StepTimeError.
         """
         rows: list[tuple[tuple[int, ...], float]] = []
+        saves = False
         try:
             for record in _Bench.model_validate_json(text).records:
                 if record.graph is not None:
                     ran = record.descriptor
                     sizes = ran.num_tokens, *ran.sizes
                     rows.append((sizes, record.graph.median))
+                    saves |= record.graph.median < record.eager.median
         except ValidationError:
+            saves = True
             figure = "microseconds", (Time, ...)
             rows += sized_rows(
                 text,
@@ -687,7 +691,7 @@ class StepSurface(NamedTuple):
         for dim in range(len(axes)):
             np.maximum.accumulate(values, axis=dim, out=values)
         measured = tuple(np.array(axis, dtype=np.float64) for axis in axes)
-        return cls(measured, values, str(path))
+        return cls(measured, values, str(path), saves)
 
     def at(self, sizes: npt.NDArray[np.int64]) -> Floats:
         """Microseconds of boxes: [n, dimensions] -> [n]."""

@@ -327,6 +327,9 @@ def test_times_decide_where_they_are_given() -> None:
     assert boxes_of(found) == {(1, 100), (8, 100)}
     assert found.expected_us.plan == pytest.approx(0.95 * 10 + 0.05 * 90)
     assert (found.times_source, found.warnings) == ("times.csv", ())
+    assert found.verdict.startswith("steps ")
+    slow = propose_boxes(config_of(2), traffic_of(counts), flat._replace(saves=False)).evidence
+    assert slow.verdict == f"no graph saves time: eager steps take no longer; {found.verdict}"
     assert boxes_of(evidence_of({(1, 50): 900, (1, 100): 10, (8, 100): 10}, 2)) == {
         (1, 50),
         (8, 100),

@@ -712,6 +712,9 @@ def test_times_of_several_sizes_from_a_bench(tmp_path: Path) -> None:
         boxed(9, 9, None),
     ]
     text = json.dumps({"kind": "bench", "records": measured})
-    assert surface_of(tmp_path, text).at(np.array([[1, 15], [4, 20]])).tolist() == pytest.approx(
-        [150, 500]
-    )
+    surface = surface_of(tmp_path, text)
+    assert surface.at(np.array([[1, 15], [4, 20]])).tolist() == pytest.approx([150, 500])
+    assert not surface.saves, "eager takes 9 us at each size"
+    measured[0] = boxed(1, 10, 8)
+    text = json.dumps({"kind": "bench", "records": measured})
+    assert surface_of(tmp_path, text).saves
