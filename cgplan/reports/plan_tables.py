@@ -688,6 +688,7 @@ def _replan(report: ReplanReport) -> RenderableType:
     is_kept = report.way in ("proposed", "exchanged")
     if not (is_kept or report.captured or report.recaptured):
         rows = [("graphs", "all given up with their pools, and none captured")]
+    rows.append(("verdict", report.verdict))
     if report.way != "proposed":
         again = f", {report.recaptured} captured again" if report.recaptured else ""
         keys = f"{len(report.captured)} captured, {len(report.evicted)} evicted{again}"

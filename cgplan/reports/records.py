@@ -538,6 +538,7 @@ Way = Literal["proposed", "exchanged", "new generation", "new buffers"]
 class ReplanReport(ShownRecord):
     kind: Literal["replan"] = "replan"
     difference: PlanDifference
+    verdict: str
     way: Way
     captured: Keys = ()
     evicted: Keys = ()

@@ -127,8 +127,10 @@ class Replanner:
         told = {*wanted.keys, *lost}
         still_failed = [why for key, why in captured.failed.items() if key in told]
         old = set(plan.keys)
+        evidence = wanted.evidence or {}
         return ReplanReport(
             difference=compare(plan, wanted),
+            verdict=evidence.get("verdict", ""),
             way=way,
             captured=_without(new, old),
             evicted=evicted,

@@ -65,6 +65,7 @@ def test_a_replan_is_shown_as_ever() -> None:
     descriptor = BatchDescriptor(12, 12, True)
     report = ReplanReport(
         difference=compare(plan_named("plan_priced"), plan_named("plan_traffic")),
+        verdict="steps are shorter",
         way="new generation",
         captured=((CUDAGraphMode.FULL, descriptor),),
         evicted=plan_named("plan_priced").keys,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -698,7 +699,10 @@ def test_moved_memory_is_refused_by_a_replan_without_graphs(backend: GraphBacken
     nothing = StepTimes.measured(
         {(CUDAGraphMode.NONE, 0): {1: 1.0, 64: 1.0}, (FULL, 0): {1: 9.0, 64: 9.0}}, "given"
     )
+    proposed = runner.replan(times=nothing, apply=False)
+    assert proposed.verdict == "no graph saves time: eager steps take no longer"
     text = str(runner.replan(times=nothing))
+    assert re.search(r"\n +verdict +no graph saves time: eager steps take no longer\n", text)
     assert "all given up with their pools, and none captured" in text
     assert "0 captured, 1 evicted" in text
     assert sizes_of(runner) == []
