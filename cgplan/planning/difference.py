@@ -29,6 +29,7 @@ DECIDED_BY_THE_PLAN = (
 MOST_NAMED = 4  # settings in a sentence
 _COMPARED = {
     "traffic_source": "the expected steps are of different traffic: {} before, {} after",
+    "traffic_weight": "the expected steps count {:,.0f} batches before, {:,.0f} after",
     "times_source": "step times are from {} before, from {} after",
     "rule": "the number of graphs follows from {} before, from {} after",
 }

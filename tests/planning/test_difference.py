@@ -84,6 +84,11 @@ def test_figures_that_cannot_be_compared_are_pointed_out() -> None:
         "memory and start-up have other sources: captures before, the allocator's model after",
         "the expected steps are of different traffic: a.csv before, b.csv after",
     )
+    few = new.changed(evidence={**(new.evidence or {}), "traffic_weight": 43.0})
+    all_of_them = few.changed(evidence={**(new.evidence or {}), "traffic_weight": 1098})
+    assert compare(few, all_of_them).notes == (
+        "the expected steps count 43 batches before, 1,098 after",
+    )
 
 
 PLAN = plan_of("FULL", [4])
