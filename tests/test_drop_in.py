@@ -101,7 +101,7 @@ def test_sizes_and_what_is_larger(backend: GraphBackend, net: Net) -> None:
     for count in (1, 9):
         close(g(x[:count]), net(x[:count]))
     assert sizes(g) == {1, 4}
-    assert "1 call ran eagerly: no graph serves batch = 9" in g.explain()
+    assert "1 call ran eagerly: no graph serves the batch" in g.explain()
     strict = cgplan.graphed(net, max_size=6, compilation={"on_miss": "error"})
     ready(strict, net, x[:5])
     assert sizes(strict) == {6}
@@ -379,16 +379,17 @@ def test_a_forward_that_writes_state_is_served_by_the_third_call(backend: GraphB
 
 def test_a_full_house_is_told(backend: GraphBackend, caplog: pytest.LogCaptureFixture) -> None:
     few = cgplan.graphed(lambda x: x + 1, sizes=[1, 2])
-    for _ in range(5):
-        few(rows(backend, 3))
-    told = "no graph serves batch = 3: `sizes` or `max_size` end below it"
+    for count in (3, 3, 3, 4, 5):
+        few(rows(backend, count))
+    told = "no graph serves the batch: `sizes` or `max_size` end below it"
+    assert few.eager_calls == {"the first calls of a kind": 2, told: 3}
     few.warm_up(rows(backend, 3))
     assert caplog.text.count(told) == 1
-    assert few.explain().count("no graph serves batch = 3") == 1
+    assert few.explain().count(told) == 1
     g = cgplan.graphed(lambda x: x + 1, max_graphs=1)
     for count in (1, 1, 1, 1, 3):
         g(rows(backend, count))
-    assert "no graph serves batch = 3, and max_graphs=1 leaves no room" in g.explain()
+    assert "no graph serves the batch, and max_graphs=1 leaves no room" in g.explain()
 
 
 def test_caches_of_past_requests_are_freed(backend: GraphBackend) -> None:

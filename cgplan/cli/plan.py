@@ -301,7 +301,7 @@ def _for_sizes(
         raise ConfigError(
             "boxes of `dims` are planned for one --traffic FILE with a column for each dimension, "
             "without --emit, the `traffic` section, --speedup and the like",
-            remedy="Give that, and leave the others out.",
+            remedy="Give that, and leave the others out; join files into one CSV.",
         )
     from cgplan.optimizer.boxes import dims_of, propose_boxes
     from cgplan.traffic.files import read_sizes

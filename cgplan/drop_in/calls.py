@@ -402,11 +402,10 @@ class Calls:
             runner.stats.count_of(route, why_not).calls += 1
             if objects_in(kind.forward.form) and not kind.has_graphs:
                 kind.close()  # it may hold a dropped cache
-            batch = ", ".join(f"{name} = {size}" for name, size in sizes.items())
-            reason = f"no graph serves {batch}"
+            reason = "no graph serves the batch"
             if route.missing is None:
                 reason += ": `sizes` or `max_size` end below it"
-                self.learner.tell_once(reason, "sizes")
+                self.learner.tell_once(reason)
             elif is_capture_allowed():
                 reason += f", and max_graphs={self._settings.max_graphs} leaves no room"
             return reason
