@@ -953,6 +953,9 @@ def test_transformers_generate_by_graphs(backend: GraphBackend) -> None:
     assert "Did you mean 'max_graphs'?" in caught.value.remedy
     with pytest.raises(ConfigError, match="have no effect where nothing varies"):
         cgplan.graphed_generate(lm, max_cache_len=8, sizes=[1, 4])
+    for own in ({"strict": False}, {"ignore": ["model.calls"]}, {"address_check": "always"}):
+        with pytest.raises(ConfigError, match=f"compilation has {next(iter(own))}, which graphed"):
+            cgplan.graphed(Net(), compilation=own)
     lm.to(torch.float64)
     assert lm.generate(prompt, max_new_tokens=3).shape == (2, 12)
 

@@ -77,7 +77,9 @@ class _Commands(TyperGroup):
             usage: Any = error
             said = getattr(usage, "message", "").removeprefix("Value error, ")
             hint = ""
-            if search(r"option: -(-|O|c)|(command '|\()(vllm|serve)|extra.*\(\S+/", said):
+            if search(r"option: (-q|--quiet)", said):
+                said += "; it stands before the command: cgplan -q COMMAND"
+            elif search(r"option: -(-|O|c)|(command '|\()(vllm|serve)|extra.*\(\S+/", said):
                 hint = (
                     "Of vLLM: --vllm JSON of `plan` or `vllm check` takes the keys of its "
                     "--compilation-config; -h lists its other options that decide on graphs; leave "

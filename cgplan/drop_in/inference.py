@@ -87,16 +87,23 @@ class Settings:
                 remedy="Leave them out: each shape has its graph.",
             )
         self.ignore = tuple(self.ignore or ())
+        own = {
+            "strict": True,  # captures raise, and ``graphed`` decides
+            "ignore": self.ignore,
+            "address_check": "off",
+        }
         given = {
             "capture_policy": "lazy",
             "outputs": self.outputs,
             "verify": self.verify,
             **(self.compilation or {}),
-            "strict": True,  # captures raise, and ``graphed`` decides
-            "ignore": self.ignore,
-            "address_check": "off",
         }
-        self.compilation = CompilationConfig(**given)
+        for name in own.keys() & given:
+            raise ConfigError(
+                f"compilation has {name}, which graphed sets",
+                remedy="Pass strict and ignore to graphed itself; leave out address_check.",
+            )
+        self.compilation = CompilationConfig(**given, **own)
         refuse_auto(self.compilation)
 
     @property

@@ -50,6 +50,8 @@ def test_quiet_shows_no_progress(home: Path) -> None:
     assert "capture 1/" in loud.stderr
     assert quiet.stderr == ""
     assert quiet.stdout.startswith("Capture\n")
+    late = cgplan_command("capture", "good.yaml", "-q")
+    assert "-q; it stands before the command: cgplan -q COMMAND" in late.stderr
     assert "no such file" in refused(errors.ConfigFileError, "-q", "capture", "missing.yaml")
 
 
