@@ -199,7 +199,7 @@ class Graphed:
         rows = list[tuple[str, int, list[str]]]()
         for kind in learner.kinds:
             if kind.stats is not None:
-                keys = kind.runner.plan.keys if kind.runner is not None else ()
+                keys = kind.runner.plan.keys if kind.runner else ()
                 sizes = ", ".join(key.size for _, key in reversed(keys))
                 rows.append((sizes or "none", kind.stats.calls, self._notes_of(kind)))
         common = set(rows[0][2] if len(rows) > 1 else ())

@@ -358,8 +358,9 @@ def inside(
         if kind is types.MethodType:
             found.add_value(value.__func__, ".__func__")
     elif issubclass(kind, torch.jit.ScriptModule):
+        parts = Via(value, lambda part, path: attrgetter(path)(part))
         for name, _ in (*value.named_parameters(), *value.named_buffers()):
-            found.add(Via(value, _read_path), name, f".{name}")
+            found.add(parts, name, f".{name}")
     else:
         if issubclass(kind, partial):
             for name in ("func", "args", "keywords"):
@@ -368,13 +369,6 @@ def inside(
             _enter_container(value, layout.base, found)
         _enter_object(value, layout, found)
     return found
-
-
-def _read_path(
-    value: Any,
-    name: str,
-) -> Any:
-    return attrgetter(name)(value)
 
 
 def _enter_container(

@@ -154,11 +154,6 @@ class RunnerStats:
             rows += count.calls * (count.descriptor.num_tokens - count.num_tokens)
         return rows
 
-    @property
-    def host_microseconds(self) -> float:
-        """Sum over ``timed_calls``."""
-        return self.timed_nanoseconds / 1e3
-
     def reset(self) -> None:
         """Count from 0 again, but for captures."""
         self._resets += 1
