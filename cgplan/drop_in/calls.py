@@ -111,7 +111,7 @@ class Calls:
         args: Args,
         kwargs: Kwargs,
     ) -> Any:
-        # not under the lock: its holder may wait for that capture
+        # not under the lock: its holder may be the capture that this call is inside of
         is_inside = current_forward_context() is not None
         eager = _INSIDE if is_inside else self.own_code_reason.get()
         if eager:
@@ -508,6 +508,7 @@ class Calls:
         most = self._settings.max_graphs
         if len(owners) < most:
             return True
+        # a graph makes room for what is asked for twice, and more often than it has run since
         asked, before = kind.waiting.pop(missing, (0, uses))
         since = {graph: uses.get(graph, 0) - before.get(graph, 0) for graph in owners}
         least = min(since, key=since.__getitem__)

@@ -23,14 +23,14 @@ from cgplan.runner.stats import BatchCount
 Values = Sequence[Tensor]
 Replay = Callable[[], None]
 Read = Callable[[], Any]
-NEVER = -1
+NO_COMPARISON = -1
 
 
 @dataclass(slots=True)
 class Due:
     """Replays until a graph is verified (negative: never); the last one's number."""
 
-    left: int = NEVER
+    left: int = NO_COMPARISON
     verified_at: int = 0
 
 

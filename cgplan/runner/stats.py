@@ -26,7 +26,7 @@ Sample = tuple[Sequence[object], int]  # labels, count
 
 MOST_BATCHES = 100_000
 EXACT_BATCHES = 512  # tokens that metrics do not round
-NEVER = 1 << 62
+UNTIMED = 1 << 62  # calls
 
 
 @dataclass(slots=True, eq=False)
@@ -69,7 +69,7 @@ class RunnerStats:
     @time_every.setter
     def time_every(self, calls: int) -> None:
         self._time_every = operator.index(calls)
-        self._untimed = calls - 1 if calls > 0 else NEVER  # calls between timed ones
+        self._untimed = calls - 1 if calls > 0 else UNTIMED  # calls between timed ones
         self.until_timed = self._untimed
 
     def add_time(self, nanoseconds: int) -> None:

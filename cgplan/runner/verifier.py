@@ -33,7 +33,7 @@ from cgplan.graphs.fingerprint import Change, Fingerprint, Place
 from cgplan.graphs.put_back import copy_limit, version_of
 from cgplan.modes import BatchDescriptor, CUDAGraphMode, Key
 from cgplan.reports.records import VerifyRecord
-from cgplan.runner.prepared import NEVER, Due, PreparedCall, Values
+from cgplan.runner.prepared import NO_COMPARISON, Due, PreparedCall, Values
 
 _COPIES = 4  # of the state, at one time
 _FEW = 0.25  # of the elements, where a router sends rows elsewhere
@@ -91,7 +91,7 @@ class Verifier:
         record, output = self.verify(call, values)
         if record.failure is None:
             if self._policy == "first":
-                due.left = NEVER
+                due.left = NO_COMPARISON
             elif self._policy == "rarely":
                 due.verified_at = 2 * due.verified_at or 1
                 due.left = due.verified_at
