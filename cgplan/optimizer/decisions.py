@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cache
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
@@ -185,7 +187,7 @@ class Planner:
                 said += f"; {share:.2%} of the steps are extrapolated"
             notes.append(f"SLO {', '.join(map(str, slo))} {said}")
         if self.any_mode:
-            notes += self._mode_notes(by_mode, by_mode[self._today.mode], planned, misses)
+            notes += self._mode_notes(by_mode, self._today.mode, planned, misses)
         return self._with_evidence(config, planned, notes, miss)
 
     def check(self, config: Config, plan: Plan) -> PlanCheck:
@@ -254,34 +256,42 @@ class Planner:
         of_first: bool = False,
     ) -> PlannedGraphs:
         """The plan within the budget, which the graphs of a draft model count in; ``of_first``: for
-        the first ``LARGE`` requests.
+        the first ``LARGE`` requests. Raises BudgetError where graphs save time, and none fits.
         """
         most = config.budget.max_graphs
-        planned = self._within_limits(config, of_first)
-        if most is None or planned.plan.num_graphs <= most:
-            return planned
-        low = 0
-        high = most
-        fits: PlannedGraphs | None = None
-        while high - low > 1:
-            middle = (low + high) // 2
-            bounded = config.with_values("budget", max_graphs=middle)
-            planned = self._within_limits(bounded, of_first)
-            if planned.plan.num_graphs <= most:
-                fits = planned
-                low = middle
-            else:
-                high = middle
-        if fits is None:
-            graphs = planned.plan.num_graphs
-            raise BudgetError(
-                f"budget.max_graphs is {most}, and one size takes {graphs} graphs, those of the "
-                "draft model included",
-                remedy=f"Allow {graphs} graphs.",
-            )
-        return fits.with_plan(budget={**fits.plan.budget, "max_graphs": most})
+        if most is None:
+            return self._within_limits(config, of_first)
 
-    def _within_limits(self, config: Config, of_first: bool) -> PlannedGraphs:
+        @cache
+        def planned_with(graphs: int) -> PlannedGraphs:
+            bounded = config.with_values("budget", max_graphs=graphs)
+            return self._within_limits(bounded, of_first)
+
+        def num_graphs(graphs: int) -> int:
+            return planned_with(graphs).plan.num_graphs
+
+        graphs = most
+        if num_graphs(most) > most:
+            graphs = bisect_right(range(2, most), most, key=num_graphs) + 1
+        planned = planned_with(graphs)
+        while not planned.plan.keys and graphs < planned.inputs.curve.last:
+            graphs += 1
+            planned = planned_with(graphs)
+        plan = planned.plan
+        fewest = plan.num_graphs
+        if fewest > most:
+            raise BudgetError(
+                f"budget.max_graphs is {most}, and one size takes {plan.graph_words}",
+                remedy=f"Raise budget.max_graphs to {fewest} at least.",
+            )
+        budget = plan.budget | {"max_graphs": most}
+        return planned.with_plan(budget=budget)
+
+    def _within_limits(
+        self,
+        config: Config,
+        of_first: bool,
+    ) -> PlannedGraphs:
         """Without limits of memory and time, if they pay for it; absent, the limit of memory is
         what the graphs asked for take.
         """
@@ -417,16 +427,19 @@ class Planner:
 
     def _weighed(self, config: Config) -> list[tuple[Config, PlannedGraphs]]:
         """The best plan of each mode that may be chosen, the mode with the shortest steps first."""
-        asked = self._planned(config, of_first=self.any_mode)
-        found = [(config, asked)]
+        found = []
+        with suppress(BudgetError):
+            asked = self._planned(config, of_first=self.any_mode)
+            found.append((config, asked))
         for mode in self._modes if self.any_mode else ():
             other = config.with_values("compilation", cudagraph_mode=mode)
-            try:
-                if mode is asked.plan.mode or build_plan(other).mode is not mode:
-                    continue
-                found.append((other, self._planned(other, of_first=True)))
-            except (BudgetError, ModeError, PlanError, StepTimeError):
-                continue  # it cannot be planned
+            with suppress(BudgetError, ModeError, PlanError, StepTimeError):  # it is not planned
+                is_other = mode is not build_plan(config).mode
+                if is_other and mode is build_plan(other).mode:
+                    planned = self._planned(other, of_first=True)
+                    found.append((other, planned))
+        if not found:
+            self._planned(config)  # raises the error of the mode asked for
         longest = min(planned.run.expected_us for _, planned in found) * (1 + ALIKE)
 
         def place(pair: tuple[Config, PlannedGraphs]) -> tuple[bool, int]:
@@ -437,22 +450,24 @@ class Planner:
     def _mode_notes(
         self,
         by_mode: Mapping[CUDAGraphMode, PlannedGraphs],
-        asked: PlannedGraphs,
+        mode: CUDAGraphMode,
         best: PlannedGraphs,
         misses: Mapping[CUDAGraphMode, Miss],
     ) -> Iterator[str]:
         if self._is_large:
             yield f"modes were weighed for the first {LARGE:,} requests"
         step = best.run.expected_us
+        asked = by_mode.get(mode)
         if best is not asked:
             hint = "--mode keep forbids it"
             if best.plan.mode.mixed_mode() is CUDAGraphMode.FULL:
                 hint += ", as is right where FULL was timed in decode alone"
-            yield (
-                f"mode {best.plan.mode}, not {asked.plan.mode}: "
-                f"{best.plan.graph_words} instead of {asked.plan.graph_words}, "
-                f"steps {step / asked.run.expected_us - 1:+.2%}; {hint}"
-            )
+            change = "no graph of that fits"
+            if asked:
+                change = f"{best.plan.graph_words} instead of {asked.plan.graph_words}, "
+                longer = step / asked.run.expected_us - 1
+                change += f"steps {longer:+.2%}"
+            yield f"mode {best.plan.mode}, not {mode}: {change}; {hint}"
         if self.times.full_of_decode and CUDAGraphMode.FULL not in by_mode:
             yield f"mode FULL was not weighed: {FULL_OF_DECODE}"
         for planned in by_mode.values():

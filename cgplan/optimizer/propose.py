@@ -198,7 +198,11 @@ class PlanInputs:
         config = self.config
         plan = build_plan(with_sizes(config, (config.query_len,)))
         return plan.changed(
-            config_hash=config_hash(config), config=capture_config(config), warnings=()
+            config_hash=config_hash(config),
+            config=capture_config(config),
+            draft_prefill_keys=(),
+            draft_decode_keys=(),
+            warnings=(),
         )
 
     @cached_property
@@ -382,9 +386,11 @@ def _check_one_graph(
     singles = []
     for n in range(len(nothing)):
         _, memory, seconds = problem.costs_with(nothing, n)
-        if np.any(limits.pays_for(0, memory[1:], seconds[1:])):
+        gains = problem.gains(nothing)[n]
+        worth = np.flatnonzero(gains > WORTH * problem.changeable)
+        if np.any(limits.pays_for(0, memory[worth], seconds[worth])):
             return
-        for index in range(1, memory.size):
+        for index in worth.tolist():
             single = (*nothing[:n], (index,), *nothing[n + 1 :])
             singles.append((memory[index], seconds[index], single))
     if not singles:
@@ -836,6 +842,8 @@ class PlannedGraphs:
         if self.plan.mode is CUDAGraphMode.NONE:
             return "nothing is captured: the resolved cudagraph_mode is NONE"
         if not self.plan.keys:
+            if self.inputs.failed and self.inputs.curve.alone.saved > 0:
+                return f"no graph that saves time is left: {FAILED}"
             return NOTHING_SAVED
         number = len(self.plan.keys)
         graphs = counted(number, "graph")

@@ -37,6 +37,7 @@ BOUNDS = ("--max-num-seqs", "64", "--max-num-batched-tokens", "2048")
 BOUNDS_SET = settings("scheduler.max_num_seqs=64", "scheduler.max_num_batched_tokens=2048")
 START = Path(__file__).parents[1] / "data" / "vllm_start.log"
 GIVEN = ("plan", "--vllm", "{}", *BOUNDS, "--traffic", "trace.csv", "--step-times", "times.csv")
+FEW = ("--max-num-batched-tokens", "64", "--max-num-seqs", "16")
 
 
 @pytest.fixture(autouse=True)
@@ -368,6 +369,49 @@ def test_decisions_without_traffic_are_refused(option: str) -> None:
     command = (*GIVEN[:-4], *option.split())
     name = option if "best" in option else option.split()[0]
     assert f"{name}: about traffic, and there is none" in refused(errors.ConfigError, *command)
+
+
+@pytest.mark.parametrize(
+    ("options", "fewest", "drafts"),
+    [
+        ("--num-speculative-tokens 3 --speculative-method eagle", 4, 2),
+        ("--num-speculative-tokens 3 --speculative-method ngram", 2, 0),
+        ("--max-loras 2", 2, 0),
+    ],
+)
+def test_the_fewest_graphs_of_one_size_are_told(options: str, fewest: int, drafts: int) -> None:
+    both = json.dumps({"cudagraph_mode": "FULL_AND_PIECEWISE"})
+    command = ("plan", "--vllm", both, *GIVEN[3:], *FEW, *options.split())
+    for graphs in range(1, fewest):
+        shown = refused(errors.BudgetError, *command, "--max-graphs", str(graphs))
+        assert f"budget.max_graphs is {graphs}, and one size takes {fewest} graphs" in shown
+        assert f"Raise budget.max_graphs to {fewest} at least" in shown
+    plan = plan_of(*command, "--max-graphs", str(fewest))
+    assert plan.keys
+    assert plan.num_graphs == fewest
+    assert len(plan.draft_keys) == drafts
+
+
+def test_a_mode_without_room_leaves_the_choice_to_others() -> None:
+    drafted = ("--num-speculative-tokens", "3", "--speculative-method", "eagle")
+    plan = plan_of(*GIVEN, *drafted, *FEW, "--max-graphs", "3")
+    assert plan.keys
+    assert plan.num_graphs <= 3
+    assert f"mode {plan.mode}, not FULL_AND_PIECEWISE: no graph of that fits" in decisions(plan)
+    refused(errors.BudgetError, *GIVEN, *drafted, *FEW, "--max-graphs", "1")
+
+
+def test_limits_that_only_a_useless_graph_keeps_are_refused() -> None:
+    """Sizes below a request's 4 tokens have one graph, and no batch."""
+    drafted = ("--num-speculative-tokens", "3", "--speculative-method", "eagle")
+    both = json.dumps({"cudagraph_mode": "FULL_AND_PIECEWISE"})
+    command = ("plan", "--vllm", both, *GIVEN[3:], *drafted, *FEW, "--costs", str(START))
+    told = r"and ([0-9.]+) s; [^;]* Raise budget.capture_time to ([0-9.]+s) at least"
+    shown = re.search(told, refused(errors.BudgetError, *command, "--capture-time", "1ms"))
+    assert shown
+    one_graph = f"{float(shown[1]) * 0.75}s"
+    assert shown[2] in refused(errors.BudgetError, *command, "--capture-time", one_graph)
+    assert plan_of(*command, "--capture-time", shown[2]).keys
 
 
 def test_a_draft_model_counts_in_the_budget(home: Path) -> None:

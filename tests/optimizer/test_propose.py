@@ -659,6 +659,15 @@ def test_nothing_is_captured_where_graphs_bring_nothing() -> None:
     assert [(n.first, n.last) for n in proposal.evidence.not_worth] == [(1, 64)]
 
 
+def test_the_verdict_says_that_graphs_could_not_be_captured() -> None:
+    failed = {(FULL, BatchDescriptor(n, n)): "HostSyncError: aten::item" for n in range(1, 65)}
+    uniform = {(FULL, BatchDescriptor(n, n, True)): "HostSyncError" for n in range(1, 65)}
+    evidence = propose(config_of(), traffic(decode()), TIMES, failed=failed | uniform).evidence
+    assert evidence.graphs == 0
+    assert evidence.expected_us.plan > evidence.expected_us.bound
+    assert evidence.verdict == "no graph that saves time is left: it could not be captured"
+
+
 def test_sizes_that_are_not_worth_a_graph() -> None:
     evidence = evidence_of(
         config_of("FULL_AND_PIECEWISE", seqs=200), traffic(decode(64), {StepShape(10, 2): 1.0})
