@@ -44,7 +44,7 @@ State = Sequence[object] | Mapping[str, object] | None
 BeforeKey = Callable[[CUDAGraphMode, BatchDescriptor, Tensors], object]
 
 
-class _Metadata(dict[str, Any]):
+class DeclaredMetadata(dict[str, Any]):
     def __missing__(self, name: str) -> Any:
         raise InputError(
             f"the model reads metadata {name!r}, which is not declared",
@@ -300,7 +300,7 @@ class ModelGraphs:
         inputs = {}
         for name in self.config.inputs:
             inputs[name] = tensors[name]
-        metadata = _Metadata()
+        metadata = DeclaredMetadata()
         for name in self.config.metadata:
             metadata[name] = tensors[name]
         with (

@@ -158,7 +158,7 @@ def run_check(
     made = Evidence.model_validate(plan.evidence) if plan.evidence else None
     budget: dict[str, Any] = dict(plan.budget)
     if made and "slo" in made.binding:
-        budget["max_graphs"] = len(plan.keys)
+        budget["max_graphs"] = plan.num_graphs
     config = validate_config(plan.config | {"budget": budget} | simulated)
     _check_loads(config, loads)
     _refuse_varlen(config)

@@ -315,7 +315,11 @@ class Planner:
             return replace(self._for_loads(bounded, of_first), freed=planned)
         return planned
 
-    def _for_loads(self, config: Config, of_first: bool) -> PlannedGraphs:
+    def _for_loads(
+        self,
+        config: Config,
+        of_first: bool,
+    ) -> PlannedGraphs:
         """For steps as they are with the plan, and with all graphs that vLLM captures."""
         others = self._others(config)
 
@@ -562,15 +566,11 @@ class Planner:
 
     def _said_of_fewest(self, planned: PlannedGraphs) -> str:
         said = f"holds with {planned.plan.graph_words}, the fewest of those tried"
-        held = []
-        for made, its in self._tried:
-            if its.holds:
-                graphs = made.plan.num_graphs
-                step = made.run.expected_us
-                held.append((graphs, step))
-        graphs, step = min(held)
+        held = [made for made, its in self._tried if its.holds]
+        fewest = min(held, key=attrgetter("plan.num_graphs"))
+        graphs = fewest.plan.num_graphs
         if graphs < planned.plan.num_graphs:
-            longer = step / planned.run.expected_us
+            longer = fewest.run.expected_us / planned.run.expected_us
             longer -= 1
             said += (
                 f" with steps at most {SLOWER:.0%} longer than without it; with --max-graphs "

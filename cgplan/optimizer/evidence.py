@@ -83,12 +83,16 @@ class LadderPoint(ParetoPoint):
     drafts: int = 0
 
     @property
+    def num_graphs(self) -> int:
+        return self.graphs + self.drafts
+
+    @property
     def words(self) -> str:
         if self.name == ASKED_FOR:
-            asked = f"the {self.graphs} graphs asked for"
+            asked = f"the {self.num_graphs} graphs asked for"
             return asked if self.graphs else "no graphs, as asked for"
         whose = "'" if self.name == "configured" else "'s"
-        return f"{ladder_words(self.name)}{whose} {counted(self.graphs, 'graph')}"
+        return f"{ladder_words(self.name)}{whose} {counted(self.num_graphs, 'graph')}"
 
 
 class ServicePoint(Record):
@@ -157,8 +161,8 @@ class NotWorth(LaneRecord):
 
 
 class NextGraph(Record):
-    """The gain of one graph more, if only their number counted: microseconds a step, and percent of
-    it.
+    """The gain of one graph more, or of one size of a list, if only their number counted:
+    microseconds a step, and percent of it.
     """
 
     microseconds: float

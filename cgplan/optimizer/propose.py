@@ -77,7 +77,6 @@ from cgplan.planning.plan import (
 from cgplan.traffic.histogram import Traffic
 from cgplan.traffic.step_times import StepTimes
 from cgplan.units import (
-    counted,
     format_bytes,
     format_microseconds,
     grouped,
@@ -775,9 +774,10 @@ class PlannedGraphs:
         return self._broken(curve.keys_of(chosen))
 
     def _next_graph(self, binding: Sequence[PlanLimit]) -> NextGraph | None:
-        graphs = len(self.plan.keys) + 1
         curve = self.inputs.curve
         problem = curve.problem
+        most = [int(lane.each.max()) for lane in problem.lanes]  # of a size
+        graphs = len(self.plan.keys) + max(most, default=1)
         is_paid = not {"memory", "capture_time"} & {*binding}
         if graphs > curve.graphs or not is_paid:
             return None
@@ -841,17 +841,17 @@ class PlannedGraphs:
     def _verdict(self, ladder: LadderPoint | None) -> str:
         if self.plan.mode is CUDAGraphMode.NONE:
             return "nothing is captured: the resolved cudagraph_mode is NONE"
+        alone = self.inputs.curve.alone
         if not self.plan.keys:
-            if self.inputs.failed and self.inputs.curve.alone.saved > 0:
+            if self.inputs.failed and alone.saved > 0:
                 return f"no graph that saves time is left: {FAILED}"
             return NOTHING_SAVED
-        number = len(self.plan.keys)
-        graphs = counted(number, "graph")
+        graphs = self.plan.graph_words
         expected = self.run.expected_us
         if ladder is None:
             return f"{format_microseconds(expected)} a step with {graphs}"
         theirs = f"with {ladder.words}"
-        unchanged = self.inputs.curve.alone.infinite_us - self._changeable_us
+        unchanged = alone.infinite_us - self._changeable_us
         changed = max(ladder.expected_us - unchanged, EXACT)
         change = (expected - ladder.expected_us) / changed
         if change > NO_GAIN:
@@ -860,10 +860,9 @@ class PlannedGraphs:
                 "see what binds"
             )
         if ladder.no_gain:
-            above = ladder.expected_us - self.inputs.curve.alone.infinite_us
+            above = ladder.expected_us - alone.infinite_us
             away = above / max(self._changeable_us, EXACT)
-            verb = "is" if number == 1 else "are"
-            judged = f"{graphs} {verb} as good"
+            judged = f"as good with {graphs}"
             if change > ALIKE:
                 judged = f"with {graphs} steps are {change:.1%} longer"
             return f"no gain in step time: {theirs} it is {away:.2%} above the bound; {judged}"

@@ -192,13 +192,12 @@ def _headline(plan: Plan, evidence: Evidence) -> str:
     ladder = next((ladder for ladder in evidence.ladders if ladder.name in names), None)
     graphs = plan.graph_words
     if ladder and (plan.keys or ladder.graphs):
-        whole = ladder.changed(graphs=ladder.graphs + ladder.drafts)
-        graphs += f" instead of {whole.words}"
+        graphs += f" instead of {ladder.words}"
         idle = evidence.graphs - sum(use.size is not None for use in evidence.uses)
-        if idle and evidence.insurance and evidence.graphs > ladder.graphs:
+        if idle and evidence.insurance and evidence.graphs > ladder.graphs > 0:
             graphs += (
                 f" ({idle} for batches that max_num_seqs = {plan.max_num_seqs} allows and the "
-                f"traffic does not show: lower that, or --max-graphs {ladder.graphs})"
+                f"traffic does not show: lower that, or --max-graphs {ladder.num_graphs})"
             )
     cost = plan.predicted
     if not cost:
@@ -513,6 +512,8 @@ def _reasons(plan: Plan, evidence: Evidence) -> Iterator[Fact]:
     worth = evidence.next_graph
     if worth:
         brings = f"{format_microseconds(worth.microseconds)} a step ({worth.percent:.2g}%)"
+        if evidence.one_list:
+            brings += " with a size more"
         yield "next graph", brings if worth.percent >= 1e-3 else "would bring nothing"
 
 

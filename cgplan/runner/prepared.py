@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 from cgplan.backends.context import ForwardContext, reset_context, set_context
 from cgplan.buffers.batch import never
 from cgplan.buffers.copier import Copier, CopyIn
-from cgplan.captures.model_graphs import ModelGraphs
+from cgplan.captures.model_graphs import DeclaredMetadata, ModelGraphs
 from cgplan.graphs.wrapper import CUDAGraphEntry
 from cgplan.modes import CUDAGraphMode
 from cgplan.runner.routing import RoutedBatch
@@ -149,7 +149,9 @@ def _pieces(
 
     def run() -> None:
         before = [*map(version, tensors)]
-        given = {name: view.detach() for name, view in metadata.items()}
+        given = DeclaredMetadata()
+        for name, view in metadata.items():
+            given[name] = view.detach()
         token = set_context(ForwardContext(route.mode, route.descriptor, given, scope))
         try:
             with torch.no_grad(), torch._C._EnableTorchFunction():

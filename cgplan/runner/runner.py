@@ -469,6 +469,8 @@ class GraphRunner:
         eagerly. ``sizes``: the other named dimensions. Raises InputError.
         """
         self._check_open()
+        if num_tokens < 1:
+            raise InputError(f"a batch of {num_tokens} tokens", remedy="Ask for at least one.")
         batch = Batch(operator.index(num_tokens), None, sizes)
         route = self.router.route(batch, uniform_decode, num_active_loras, None)
         key = route.key

@@ -414,6 +414,18 @@ def test_limits_that_only_a_useless_graph_keeps_are_refused() -> None:
     assert plan_of(*command, "--capture-time", shown[2]).keys
 
 
+def test_a_check_of_an_slo_counts_the_draft_model() -> None:
+    """The plan made anew has as many graphs."""
+    drafted = ("--num-speculative-tokens", "3", "--speculative-method", "eagle")
+    full = ("plan", "--vllm", json.dumps({"cudagraph_mode": "FULL"}), *GIVEN[3:])
+    command = (*full, *drafted, "--slo", "tpot_p99=4ms")
+    plan = plan_of(*command, "--output", "slo.json")
+    assert "slo" in plan.evidence["binding"]  # type: ignore[index]
+    shown = good("plan", "check", "slo.json", *GIVEN[-4:-2], "--json").stdout
+    own, anew, *_ = json.loads(shown)["points"]
+    assert (own["graphs"], anew["graphs"]) == (len(plan.keys), len(plan.keys))
+
+
 def test_a_draft_model_counts_in_the_budget(home: Path) -> None:
     drafted = ("--num-speculative-tokens", "3", "--speculative-method", "eagle")
     plan = plan_of(*GIVEN, *drafted, "--max-graphs", "24", "--mode", "keep")
@@ -429,6 +441,9 @@ def test_a_draft_model_counts_in_the_budget(home: Path) -> None:
     more = load_plan(home / "more.json")
     shown = unwrapped(good(*GIVEN, *drafted, "--max-graphs", "24", "--mode", "keep").stdout)
     assert words in shown
+    once = f"{plan.num_graphs} graphs ({drafts} of them of the draft model)"
+    assert "with the vllm ladder's 179 graphs it is" in shown
+    assert f"with {once} steps are" in shown
     accepted = "a decode step advances each request by 4 of 4 tokens"
     assert f"warning     {accepted}" in shown
     known = (*drafted, "--set", "speculative.accepted_tokens=4")
@@ -669,7 +684,12 @@ def test_the_plan_is_compared_with_the_graphs_that_were_asked_for(mode: str) -> 
         theirs = f"the {asked['graphs']} graphs asked for"
     assert f"shorter than with {theirs}, with {len(plan.keys)} graphs" in plan.evidence["verdict"]
     shown = unwrapped(good(*given).stdout)
-    assert shown.startswith(f"Plan: {len(plan.keys)} graphs instead of {theirs}; --costs tells")
+    head, hint, _ = shown.partition("; --costs tells")
+    assert hint
+    few, more, why = head.partition(" (8 for batches that max_num_seqs = 64 allows")
+    assert few == f"Plan: {len(plan.keys)} graphs instead of {theirs}"
+    assert bool(more) == bool(asked["graphs"]), "no plan has 0 graphs by --max-graphs"
+    assert not more or why.endswith(f"lower that, or --max-graphs {asked['graphs']})")
 
 
 def test_tensorrt_gets_the_whole_budget_for_decode(home: Path) -> None:

@@ -1012,6 +1012,31 @@ def test_metadata_that_is_not_declared_is_named(backend: GraphBackend) -> None:
     assert "lengths" in caught.value.remedy
 
 
+def test_an_eager_piece_is_told_of_metadata_that_is_not_declared(backend: GraphBackend) -> None:
+    """In a replay, too, where the piece reads it first then."""
+    names = ["lengths"]
+
+    @cgplan.eager_break_during_capture
+    def piece(x: Tensor) -> Tensor:
+        return x * get_forward_context().metadata[names[0]].sum()
+
+    def model(x: Tensor) -> Tensor:
+        return piece(x + 1) + 1
+
+    pieces = {"cudagraph_mode": "PIECEWISE"}
+    metadata = {"lengths": LENGTHS}
+    runner = open_runner(backend, model, {"x": ROWS}, metadata=metadata, compilation=pieces)
+    given = {
+        "x": torch.ones(3, device=backend.device),
+        "lengths": torch.ones(3, dtype=torch.int64, device=backend.device),
+    }
+    runner(**given)
+    names[0] = "lenghts"
+    for run in (runner, runner.run_eagerly):
+        with pytest.raises(InputError, match="metadata 'lenghts', which is not declared"):
+            run(**given)
+
+
 def test_a_plan_of_another_configuration_is_refused(backend: GraphBackend) -> None:
     one, other = (
         validate_config({"compilation": {"cudagraph_capture_sizes": [size]}, "inputs": {"x": ROWS}})
@@ -1212,6 +1237,9 @@ def test_padded_tells_what_a_call_computes(backend: GraphBackend, mode: str, pol
             assert runner.padded(count, uniform_decode=uniform) == padded
     with pytest.raises(InputError, match="not whole requests of 2"):
         runner.padded(3, uniform_decode=True)
+    for count in (0, -3):
+        with pytest.raises(InputError):
+            runner.padded(count)
     runner.close()
     with pytest.raises(CgplanError, match="closed"):
         runner.padded(1)
