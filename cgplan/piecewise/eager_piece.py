@@ -208,7 +208,7 @@ class EagerPiece:
         self._slot: Tensor | None = None
         self._is_alike = never
         if not self._bound and not self._shared and self._spec in (_LEAF, _EMPTY):
-            self._only, *_ = *self._results, Place(value=())
+            self._only = self._results[0] if self._results else Place(value=())
         self._is_flat = self._spec == tree_structure(tuple(handed))
         del self._values, self._blocks
         return tree_unflatten(handed, self._spec), copies
