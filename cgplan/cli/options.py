@@ -149,7 +149,7 @@ def compilation_config(text: str) -> str:
 
 
 def yaml_file(text: str) -> Path:
-    if text.startswith("c."):
+    if text.startswith("c.") and "=" in text:
         raise BadParameter(f"-c{text} is vLLM's: give --vllm JSON, with the keys of its options")
     return Path(text)
 
