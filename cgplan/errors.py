@@ -42,7 +42,7 @@ class ConfigError(CgplanError):
 
 
 def refuse_others(function: Any, given: Iterable[str], hint: str) -> None:
-    """Raise ConfigError for a name that is no argument."""
+    """Raise ConfigError if the function lacks such an argument."""
     names = function.__kwdefaults__
     for name in given:
         remedy = f"{did_you_mean(name, names)}{hint} Arguments are {', '.join(names)}."

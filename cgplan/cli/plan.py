@@ -52,7 +52,7 @@ from cgplan.reports.records import BenchReport, parse_report
 from cgplan.reports.run_tables import busy
 from cgplan.units import listed
 
-UNTIMED = (  # settings that do not change how long a step takes
+SAME_STEPS = (  # settings that do not change how long a step takes
     "scheduler.max_num_seqs",
     "compilation.verify",
     "compilation.address_check",
@@ -408,7 +408,7 @@ def _doubts(
     environment = report.environment
     for warning in busy(report):
         yield f"{subject}: {warning}"
-    yield from about(subject, report.capture.plan, environment, config, UNTIMED)
+    yield from about(subject, report.capture.plan, environment, config, SAME_STEPS)
     measured_on = environment.as_machine
     if environment.driver is not None and machine not in (None, measured_on):
         found = named(machine_changes(machine, measured_on))

@@ -161,7 +161,7 @@ class SharedMemoryTransport:
     def _take(self, nbytes: int) -> Tensor:
         start = self._used
         self._used += math.ceil(nbytes / _ALIGNMENT) * _ALIGNMENT
-        # with a storage of its own
+        # it owns its storage
         return torch.frombuffer(
             self._memory,
             dtype=torch.uint8,

@@ -508,7 +508,7 @@ class Calls:
         most = self._settings.max_graphs
         if len(owners) < most:
             return True
-        # a graph makes room for what is asked for twice, and more often than it has run since
+        # the least used graph goes if others are asked for twice, and more often than it ran
         asked, before = kind.waiting.pop(missing, (0, uses))
         since = {graph: uses.get(graph, 0) - before.get(graph, 0) for graph in owners}
         least = min(since, key=since.__getitem__)

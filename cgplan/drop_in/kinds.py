@@ -173,8 +173,8 @@ class Kind:
         *,
         is_moved: bool,
     ) -> None:
-        """After a change of the model. Where no call was replayed since the last one, it changes
-        too often: the kind begins anew.
+        """After a change of the model. A kind without a replay since the last change begins
+        anew.
         """
         served = False
         if self.runner is not None:

@@ -235,11 +235,10 @@ class Stateful(NamedTuple):
     read: ReadState
     state: Any
     is_small: bool = False
-    items: set[Any] | None = None
+    items: Any = None  # a set
 
     def drop_added(self) -> None:
         """Of a set of plain values."""
-        assert self.items is not None
         before = {item for _, item in self.state}
         set.intersection_update(self.items, before)
 

@@ -423,6 +423,8 @@ class PutBack:
             if path in made or is_of_a_size:
                 of_first_use |= known.runs
         found = list[str]()
+        if not of_first_use:
+            return found
         for written in self.written.values():
             first = 0
             later = -1  # none
