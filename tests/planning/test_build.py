@@ -149,7 +149,7 @@ LITERAL = [
 
 
 def test_a_configuration_may_name_each_ladder() -> None:
-    assert set(get_args(LadderName)) == set(LADDERS)
+    assert set(get_args(LadderName)) == set(LADDERS) == {name for name, *_ in LITERAL}
 
 
 @pytest.mark.parametrize(("name", "maximum", "expected"), LITERAL)
