@@ -149,6 +149,10 @@ class GraphBackend(ABC):
     def pool_bytes(self, *pools: Pool) -> int:
         return self.pool_memory(*pools).nbytes
 
+    def is_held(self, pool: Pool) -> bool:
+        """By tensors, after a capture into it."""
+        return self.pool_memory(pool).held > 0
+
     @abstractmethod
     def new_graph(self, pool: Pool) -> Graph:
         """Raises BackendError for another backend's pool."""

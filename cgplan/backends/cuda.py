@@ -21,8 +21,9 @@ from __future__ import annotations
 import ctypes
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from ctypes import Array
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from typing import Any
@@ -52,7 +53,7 @@ from cgplan.backends.graph_nodes import (
     OperatorLog,
 )
 from cgplan.buffers.copier import Copier
-from cgplan.buffers.copy_kernel import INPUTS, KernelCopier, load_copy_kernel
+from cgplan.buffers.copy_kernel import INPUTS, KernelCopier, cuda_driver, load_copy_kernel
 from cgplan.buffers.pinned import StagingBlocks, fence_behind, stream_at
 from cgplan.buffers.static import StaticBuffers
 from cgplan.errors import BackendError, CaptureError, CaptureMemoryError, first_line
@@ -104,29 +105,44 @@ _KERNEL = 0  # CU_GRAPH_NODE_TYPE_KERNEL, _GRAPH
 _CHILD = 4
 
 
-def _nodes_of(graph: int) -> list[ctypes.c_void_p]:
+def _check(codes: Iterable[int]) -> None:
+    """Raises BackendError."""
+    code = max(codes, default=0)
+    if code:
+        raise BackendError(
+            f"the driver could not read a graph's nodes: error {code}",
+            remedy="See what failed on the GPU before.",
+        )
+
+
+def _nodes_of(graph: int) -> Array[ctypes.c_void_p]:
     """cuda-bindings take 0.1 s to import."""
     count = ctypes.c_size_t()
     handle = ctypes.c_void_p(graph)
-    driver = ctypes.CDLL("libcuda.so.1")
-    driver.cuGraphGetNodes(handle, None, ctypes.byref(count))
+    get_nodes = cuda_driver().cuGraphGetNodes
+    _check([get_nodes(handle, None, ctypes.byref(count))])
     nodes = (ctypes.c_void_p * count.value)()
-    driver.cuGraphGetNodes(handle, nodes, ctypes.byref(count))
-    return [ctypes.c_void_p(node) for node in nodes]
+    _check([get_nodes(handle, nodes, ctypes.byref(count))])
+    return nodes
 
 
 def count_kernels(graph: int) -> int:
     """With child graphs."""
-    driver = ctypes.CDLL("libcuda.so.1")
-    kind = ctypes.c_int()
-    child = ctypes.c_void_p()
+    driver = cuda_driver()
+    nodes = _nodes_of(graph)
+    kinds = (ctypes.c_int * len(nodes))()
+    start = ctypes.addressof(kinds)
+    places = range(start, start + ctypes.sizeof(kinds), ctypes.sizeof(ctypes.c_int))
+    driver.cuGraphNodeGetType.argtypes = [ctypes.c_void_p] * 2
+    _check(map(driver.cuGraphNodeGetType, nodes, places))  # quicker than a loop
     total = 0
-    for node in _nodes_of(graph):
-        driver.cuGraphNodeGetType(node, ctypes.byref(kind))
-        if kind.value == _KERNEL:
+    child = ctypes.c_void_p()
+    for node, kind in zip(nodes, kinds, strict=True):
+        if kind == _KERNEL:
             total += 1
-        elif kind.value == _CHILD:
-            driver.cuGraphChildGraphNodeGetGraph(node, ctypes.byref(child))
+        elif kind == _CHILD:
+            handle = ctypes.c_void_p(node)
+            _check([driver.cuGraphChildGraphNodeGetGraph(handle, ctypes.byref(child))])
             total += count_kernels(child.value or 0)
     return total
 
@@ -167,6 +183,10 @@ class CudaBackend(GraphBackend):
             nbytes += segment["total_size"]
             held += segment["allocated_size"]
         return PoolMemory(nbytes, held)
+
+    def is_held(self, pool: CudaPool) -> bool:
+        is_free = torch._C._cuda_checkPoolLiveAllocations
+        return not is_free(self.device.index, pool.handles[-1], set())
 
     def new_graph(self, pool: CudaPool) -> CudaGraph:
         if not isinstance(pool, CudaPool):

@@ -27,7 +27,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from cgplan.backends import GraphBackend, MemoryReading
-from cgplan.backends.backend import PoolMemory
 from cgplan.backends.context import random_state_kept, refuse_forbidden_capture
 from cgplan.backends.host_sync import storages_of
 from cgplan.captures.failures import drop_locals, explain_failure, raise_caused
@@ -87,7 +86,6 @@ class _Clock(NamedTuple):
 class _Readings(NamedTuple):
     clock: _Clock
     memory: MemoryReading
-    pool_bytes: int
 
 
 @dataclass
@@ -115,12 +113,13 @@ class _Attempt:
         return _Clock.now().compile_seconds > self.before.clock.compile_seconds
 
 
-def driver_bytes(backend: GraphBackend, before: MemoryReading) -> int | None:
-    """Free memory lost since then, less what torch's allocator reserved."""
-    if not backend.counts_driver_bytes:
-        return None
-    after = backend.memory()
-    if after.free is None or before.free is None:
+def driver_bytes(
+    backend: GraphBackend,
+    before: MemoryReading,
+    after: MemoryReading,
+) -> int | None:
+    """Free memory lost between them, less what torch's allocator reserved."""
+    if not backend.counts_driver_bytes or after.free is None or before.free is None:
         return None
     lost = before.free - after.free
     reserved = after.reserved - before.reserved
@@ -185,7 +184,7 @@ class Capturer:
             with random_state_kept(backend.device, graphs.generators):
                 if attempt.warm_ups:
                     self._warm_up(rehearsal, key, attempt.warm_ups)
-                before = _Readings(_Clock.now(), backend.memory(), graphs.pools.last_nbytes)
+                before = _Readings(_Clock.now(), backend.memory())
                 attempt.before = before
                 self.inspection_seconds += time.perf_counter() - before.clock.at
                 answers = graphs.capture_answers(mode, capturing=True)
@@ -197,12 +196,12 @@ class Capturer:
         self._check(attempt, output)
         del output  # it holds memory of the pool
         done = time.perf_counter()
-        after = graphs.pools.memory()
+        is_held = backend.is_held(graphs.scope.pool)
         # others would, too
-        self._all_need_warm_up |= bool(attempt.warm_ups) and after.held > 0
+        self._all_need_warm_up |= bool(attempt.warm_ups) and is_held
         if attempt.is_cold:
             left = rehearsal.left
-            if after.held > 0:
+            if is_held:
                 left = left or "memory of its pool"
             if left or attempt.has_compiled:
                 # computes what the model keeps
@@ -211,7 +210,7 @@ class Capturer:
                 rehearsal.put_back.count_as_run()
                 graphs.evict([key])
                 return self._again_with_warm_up(attempt, left and f"{attempt} leaves {left}")
-        record = self._record_of(attempt, before, after)
+        record = self._record_of(attempt, before)
         self.inspection_seconds += time.perf_counter() - done
         return record
 
@@ -345,12 +344,11 @@ class Capturer:
         self,
         attempt: _Attempt,
         before: _Readings,
-        after: PoolMemory,
     ) -> GraphRecord:
         backend = self._graphs.backend
         facts = self._graphs.facts
         scope = self._graphs.scope
-        driver = driver_bytes(backend, before.memory)
+        memory = backend.memory()
         began = attempt.began
         now = _Clock.now()
         nodes = list[int]()
@@ -370,8 +368,8 @@ class Capturer:
             graphs=len(nodes),
             nodes=sum(nodes),
             eager_pieces=eager_pieces,
-            pool_growth=after.nbytes - before.pool_bytes,
-            driver_bytes=driver,
+            pool_growth=memory.reserved - before.memory.reserved,
+            driver_bytes=driver_bytes(backend, before.memory, memory),
             warmup_seconds=before.clock.at - began.at if attempt.warm_ups else 0.0,
             capture_seconds=capture_seconds,
             segment_nodes=tuple(nodes),

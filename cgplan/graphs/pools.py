@@ -141,7 +141,6 @@ class RunnerPools:
         self._given = given
         self._pools: dict[Any, Any] = {} if given is None else {None: given.handle}
         self._old: list[Any] = []
-        self._last_nbytes = 0
         if given is not None:
             given.members.add(self)
 
@@ -155,15 +154,7 @@ class RunnerPools:
         return self.memory().nbytes
 
     def memory(self) -> PoolMemory:
-        found = self._backend.pool_memory(*self._pools.values(), *self._old)
-        self._last_nbytes = found.nbytes
-        return found
-
-    @property
-    def last_nbytes(self) -> int:
-        """As last read, unless it may have changed since."""
-        is_certain = not self.is_given and not self._old
-        return self._last_nbytes if is_certain else self.nbytes
+        return self._backend.pool_memory(*self._pools.values(), *self._old)
 
     @property
     def left_bytes(self) -> int:
@@ -200,4 +191,3 @@ class RunnerPools:
 
     def _forget_empty(self) -> None:
         self._old = [pool for pool in self._old if self._backend.pool_bytes(pool)]
-        self.memory()
