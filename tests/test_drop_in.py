@@ -14,6 +14,8 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pytest
@@ -1237,6 +1239,57 @@ def test_equal_values_that_are_not_the_same(backend: GraphBackend, first: Any, s
     for value in (first, first, first, first, second, second, second, second):
         torch.testing.assert_close(g(x, value), model(x, value))
     assert replays(g) == 4
+
+
+def test_two_tensors_after_one_that_came_twice(backend: GraphBackend) -> None:
+    def model(x: Tensor, y: Tensor) -> Tensor:
+        return x - y if x is y else x + y
+
+    g = cgplan.graphed(model, verify="off")
+    x, y = rows(backend, 3), rows(backend, 3)
+    for second in (x, x, x, x, y, y, y, y, x, y, x, x, y, y):
+        torch.testing.assert_close(g(x, second), model(x, second))
+    assert replays(g) == 10
+
+
+@contextmanager
+def of_doubles() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("name", ["dtype", "autocast", "mode"])
+def test_a_call_like_the_last_one_in_another_state_of_torch(
+    backend: GraphBackend, name: str
+) -> None:
+    device = backend.device.type
+
+    def model(x: Tensor) -> Tensor:
+        states = (
+            torch.get_default_dtype() is torch.float64,
+            torch.is_autocast_enabled(device),
+            torch.empty(0).device.type == "meta",
+        )
+        return x + sum(2**at for at, state in enumerate(states) if state)
+
+    g, x = cgplan.graphed(model, verify="off"), rows(backend, 3)
+    states: dict[str, AbstractContextManager[Any]] = {
+        "dtype": of_doubles(),
+        "autocast": torch.autocast(device, torch.bfloat16),
+        "mode": torch.device("meta"),
+    }
+    for _ in range(5):
+        torch.testing.assert_close(g(x), model(x))
+    with states[name]:
+        wanted = model(x)
+        for _ in range(4):
+            assert torch.equal(g(x), wanted)
+    assert torch.equal(g(x), model(x))
+    assert replays(g) >= 4
 
 
 @pytest.mark.parametrize("dynamic", [None, {}], ids=["padded", "exact"])

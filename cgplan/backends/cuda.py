@@ -21,7 +21,7 @@ from __future__ import annotations
 import ctypes
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from ctypes import Array
 from dataclasses import dataclass, field
@@ -53,7 +53,7 @@ from cgplan.backends.graph_nodes import (
     OperatorLog,
 )
 from cgplan.buffers.copier import Copier
-from cgplan.buffers.copy_kernel import INPUTS, KernelCopier, cuda_driver, load_copy_kernel
+from cgplan.buffers.copy_kernel import INPUTS, KernelCopier, libcuda, load_copy_kernel
 from cgplan.buffers.pinned import StagingBlocks, fence_behind, stream_at
 from cgplan.buffers.static import StaticBuffers
 from cgplan.errors import BackendError, CaptureError, CaptureMemoryError, first_line
@@ -105,12 +105,11 @@ _KERNEL = 0  # CU_GRAPH_NODE_TYPE_KERNEL, _GRAPH
 _CHILD = 4
 
 
-def _check(codes: Iterable[int]) -> None:
+def _check(*codes: int) -> None:
     """Raises BackendError."""
-    code = max(codes, default=0)
-    if code:
+    if any(codes):
         raise BackendError(
-            f"the driver could not read a graph's nodes: error {code}",
+            f"the driver could not read a graph's nodes: error {max(codes)}",
             remedy="See what failed on the GPU before.",
         )
 
@@ -119,22 +118,22 @@ def _nodes_of(graph: int) -> Array[ctypes.c_void_p]:
     """cuda-bindings take 0.1 s to import."""
     count = ctypes.c_size_t()
     handle = ctypes.c_void_p(graph)
-    get_nodes = cuda_driver().cuGraphGetNodes
-    _check([get_nodes(handle, None, ctypes.byref(count))])
+    get_nodes = libcuda().cuGraphGetNodes
+    _check(get_nodes(handle, None, ctypes.byref(count)))
     nodes = (ctypes.c_void_p * count.value)()
-    _check([get_nodes(handle, nodes, ctypes.byref(count))])
+    _check(get_nodes(handle, nodes, ctypes.byref(count)))
     return nodes
 
 
 def count_kernels(graph: int) -> int:
     """With child graphs."""
-    driver = cuda_driver()
+    driver = libcuda()
     nodes = _nodes_of(graph)
-    kinds = (ctypes.c_int * len(nodes))()
+    kinds = (ctypes.c_int32 * len(nodes))()
     start = ctypes.addressof(kinds)
-    places = range(start, start + ctypes.sizeof(kinds), ctypes.sizeof(ctypes.c_int))
+    places = range(start, start + 4 * len(nodes), 4)
     driver.cuGraphNodeGetType.argtypes = [ctypes.c_void_p] * 2
-    _check(map(driver.cuGraphNodeGetType, nodes, places))  # quicker than a loop
+    _check(*map(driver.cuGraphNodeGetType, nodes, places))
     total = 0
     child = ctypes.c_void_p()
     for node, kind in zip(nodes, kinds, strict=True):
@@ -142,7 +141,7 @@ def count_kernels(graph: int) -> int:
             total += 1
         elif kind == _CHILD:
             handle = ctypes.c_void_p(node)
-            _check([driver.cuGraphChildGraphNodeGetGraph(handle, ctypes.byref(child))])
+            _check(driver.cuGraphChildGraphNodeGetGraph(handle, ctypes.byref(child)))
             total += count_kernels(child.value or 0)
     return total
 
@@ -185,8 +184,11 @@ class CudaBackend(GraphBackend):
         return PoolMemory(nbytes, held)
 
     def is_held(self, pool: CudaPool) -> bool:
-        is_free = torch._C._cuda_checkPoolLiveAllocations
-        return not is_free(self.device.index, pool.handles[-1], set())
+        return not torch._C._cuda_checkPoolLiveAllocations(
+            self.device.index,
+            pool.handles[-1],
+            set(),
+        )
 
     def new_graph(self, pool: CudaPool) -> CudaGraph:
         if not isinstance(pool, CudaPool):

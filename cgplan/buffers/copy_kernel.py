@@ -64,7 +64,7 @@ class CopyKernel(NamedTuple):
 
 
 @cache
-def cuda_driver() -> ctypes.CDLL:
+def libcuda() -> ctypes.CDLL:
     """Raises OSError without a driver."""
     return ctypes.CDLL("libcuda.so.1")
 
@@ -74,7 +74,7 @@ def load_copy_kernel(index: int) -> CopyKernel | None:
     """None without cuda-bindings, NVRTC, or a new enough driver."""
     try:
         cubin = compile_copy_rows(torch.cuda.get_device_capability(index))
-        driver = cuda_driver()
+        driver = libcuda()
         with torch.cuda.device(index):
             # makes the context current
             torch.cuda.current_stream().synchronize()

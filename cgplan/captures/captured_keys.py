@@ -154,8 +154,7 @@ class CapturedKeys:
         if keys and not self._records and not graphs.on_demand:
             graphs.allocate_buffers(())  # no graph reads static buffers
         self._note_workspace()
-        backend = graphs.backend
-        taken = driver_bytes(backend, self.before, backend.memory())
+        taken = driver_bytes(graphs.backend, self.before, graphs.backend.memory())
         if taken is not None:
             self._loaded_bytes = taken - self._graph_driver_bytes()
         graphs.seal()

@@ -83,11 +83,6 @@ class _Clock(NamedTuple):
         )
 
 
-class _Readings(NamedTuple):
-    clock: _Clock
-    memory: MemoryReading
-
-
 @dataclass
 class _Attempt:
     """``before``: None until the capture begins, after warm-ups."""
@@ -97,7 +92,7 @@ class _Attempt:
     began: _Clock  # before its first attempt
     needs_warm_up: bool = False
     warm_ups: int = 0
-    before: _Readings | None = None
+    before: _Clock | None = None
 
     def __str__(self) -> str:
         mode, descriptor = self.key
@@ -110,7 +105,7 @@ class _Attempt:
     @property
     def has_compiled(self) -> bool:
         assert self.before is not None, "the capture has begun"
-        return _Clock.now().compile_seconds > self.before.clock.compile_seconds
+        return _Clock.now().compile_seconds > self.before.compile_seconds
 
 
 def driver_bytes(
@@ -121,9 +116,7 @@ def driver_bytes(
     """Free memory lost between them, less what torch's allocator reserved."""
     if not backend.counts_driver_bytes or after.free is None or before.free is None:
         return None
-    lost = before.free - after.free
-    reserved = after.reserved - before.reserved
-    return lost - reserved
+    return before.free - after.free - (after.reserved - before.reserved)
 
 
 class Capturer:
@@ -184,9 +177,9 @@ class Capturer:
             with random_state_kept(backend.device, graphs.generators):
                 if attempt.warm_ups:
                     self._warm_up(rehearsal, key, attempt.warm_ups)
-                before = _Readings(_Clock.now(), backend.memory())
-                attempt.before = before
-                self.inspection_seconds += time.perf_counter() - before.clock.at
+                attempt.before = before = _Clock.now()
+                memory = backend.memory()
+                self.inspection_seconds += time.perf_counter() - before.at
                 answers = graphs.capture_answers(mode, capturing=True)
                 with rehearsal.judged_run(mode, captures=True), answers, log:
                     output = graphs.run_wrapped(key, graphs.views(descriptor))
@@ -210,7 +203,7 @@ class Capturer:
                 rehearsal.put_back.count_as_run()
                 graphs.evict([key])
                 return self._again_with_warm_up(attempt, left and f"{attempt} leaves {left}")
-        record = self._record_of(attempt, before)
+        record = self._record_of(attempt, before, memory)
         self.inspection_seconds += time.perf_counter() - done
         return record
 
@@ -343,12 +336,13 @@ class Capturer:
     def _record_of(
         self,
         attempt: _Attempt,
-        before: _Readings,
+        before: _Clock,
+        memory: MemoryReading,
     ) -> GraphRecord:
         backend = self._graphs.backend
         facts = self._graphs.facts
         scope = self._graphs.scope
-        memory = backend.memory()
+        after = backend.memory()
         began = attempt.began
         now = _Clock.now()
         nodes = list[int]()
@@ -368,9 +362,9 @@ class Capturer:
             graphs=len(nodes),
             nodes=sum(nodes),
             eager_pieces=eager_pieces,
-            pool_growth=memory.reserved - before.memory.reserved,
-            driver_bytes=driver_bytes(backend, before.memory, memory),
-            warmup_seconds=before.clock.at - began.at if attempt.warm_ups else 0.0,
+            pool_growth=after.reserved - memory.reserved,
+            driver_bytes=driver_bytes(backend, memory, after),
+            warmup_seconds=before.at - began.at if attempt.warm_ups else 0.0,
             capture_seconds=capture_seconds,
             segment_nodes=tuple(nodes),
             compile_seconds=now.compile_seconds - began.compile_seconds,

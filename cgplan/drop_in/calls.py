@@ -12,8 +12,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.guards import GlobalStateGuard
 from torch.autograd import forward_ad
-from torch.overrides import _get_current_function_mode_stack
+from torch.overrides import _get_current_function_mode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from cgplan.backends import select_backend
@@ -57,7 +58,7 @@ from cgplan.runner.session import CaptureSession
 _MOST_CALLS = 4096
 _SHARED = "an argument is a tensor of the model, or shares memory that the model writes"
 _INSIDE = "inside the forward of another runner"
-_NO_CALL: tuple[Any, Any, Any] = None, None, None  # form, runner, kind
+_NO_CALL: tuple[Any, ...] = (None,) * 5  # form, function mode, has_state, runner, kind
 _traits = attrgetter("shape", "dtype", "layout", "device", "requires_grad")
 _requires_grad = attrgetter("requires_grad")
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -117,16 +118,18 @@ class Calls:
         if eager:
             return self._run_model(eager, args, kwargs)
         with self._lock:
-            form, tensors = call_form(args, kwargs)
-            tail = tail_of(tensors, self.device)
-            reason = self._reason_of_context(tail.is_grad)
+            reason = self._reason_of_context()
             if reason:
                 return self._run_model(reason, args, kwargs)
-            form.append(tail)
-            last_form, runner, kind = self._last
-            if form != last_form or not runner.resembles_last(tensors):
+            form, tensors = call_form(args, kwargs)
+            mode = _get_current_function_mode()
+            last_form, last_mode, has_state, runner, kind = self._last
+            is_again = form == last_form and mode is last_mode and has_state()
+            is_again = is_again and runner.resembles_last(tensors)
+            if not is_again:
+                tail = tail_of(tensors, self.device)
                 try:
-                    key = (*form, *map(_traits, tensors))
+                    key = (*form, tail, *map(_traits, tensors))
                 except RuntimeError:
                     return self._run_model("an argument is a nested tensor", args, kwargs)
                 for kind in self._known.get(key, ()):
@@ -142,8 +145,9 @@ class Calls:
                     return self._learn_or_capture(call)
             if self._is_shared(kind, tensors):
                 return self._run_model(_SHARED, args, kwargs)
-            if kind.objects is None:  # which are compared above alone
-                self._last = form, kind.runner, kind
+            # compared above alone; a guard of (x, x) takes (x, y)
+            if not (is_again or kind.objects or tail.same):
+                self._last = form, mode, GlobalStateGuard().check, kind.runner, kind
             return self._replay(kind, tensors, args, kwargs)
 
     def _own_call(
@@ -165,14 +169,14 @@ class Calls:
             own.append(tensor)
         if is_borrowed:  # else lists and dicts are the caller's
             args, kwargs = arguments_of(tuple(form), len(args), tuple(kwargs), own)
-        return Call(args, kwargs, tuple(form), own)
+        return Call(args, kwargs, (*form, tail_of(tensors, self.device)), own)
 
-    def _reason_of_context(self, is_grad: bool) -> str | None:
+    def _reason_of_context(self) -> str | None:
         if getattr(self._module, "training", False):  # frozen scripts have none
             reason = "the model is in training mode; call .eval() for graphs"
             self.learner.tell_once(reason)
             return reason
-        if is_grad and _saving_hooks(False) is not None:
+        if _saving_hooks(False) is not None and torch.is_grad_enabled():
             return "hooks save tensors for backward, as activation checkpointing does"
         if _dispatch_modes() > 0 or _transforms() is not None or _tracing() is not None:
             return "under a dispatch mode, a transform of torch.func, or torch.jit.trace"
@@ -290,7 +294,7 @@ class Calls:
         kwargs: Kwargs,
     ) -> Any:
         assert kind.runner is not None
-        wants_grad = kind.requires_grad and torch.is_grad_enabled()
+        wants_grad = True in kind.requires_grad and torch.is_grad_enabled()
         again: OwnCode | None = None
         if wants_grad and self._settings.recomputes:
             again = self._own_code_again(args, kwargs)
@@ -553,7 +557,7 @@ class Calls:
             return
         with self._lock:
             form, tensors = call_form(args, kwargs)
-            reason = self._reason_of_context(is_grad=False) or reason_against(form, tensors)
+            reason = self._reason_of_context() or reason_against(form, tensors)
             if reason:
                 self.learner.tell_once(f"warm_up takes the arguments of a call: {reason}", reason)
                 return

@@ -81,8 +81,6 @@ def with_gradients(
 ) -> Any:
     leaves = list(output) if isinstance(output, tuple) else [output]
     at = [index for index, is_needed in enumerate(requires_grad) if is_needed]
-    if not at:
-        return output
     if again is None:
         for index in at:
             leaves[index] = _refusing_gradient(leaves[index], name)

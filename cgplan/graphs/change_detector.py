@@ -19,7 +19,7 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import cache
-from itertools import chain, cycle, islice
+from itertools import chain, cycle, repeat
 from operator import attrgetter
 from typing import Any
 
@@ -33,7 +33,7 @@ from cgplan.graphs.walk import Contents, InClass, Via
 from cgplan.modes import Key
 
 # tensors, other places, containers of each call
-_WITH_WATCHER = (4, 16, 8)
+_WITH_WATCHER = (4, 16, 4)
 _WITHOUT_WATCHER = (64, 128, 128)
 _DEALLOCATED = 5
 _address_of = torch._C.TensorBase.data_ptr
@@ -165,8 +165,6 @@ class ChangeDetector:
         self._watch_all(counted, extents)
         is_told = bool(self._watched) and _watcher("Dict") is not None
         self._all = list[_Compared]()
-        self._turns = list[Iterator[_Compared]]()
-        self._counts = list[int]()  # of each call
         self._rotates = False
         self.is_late = False
         self._tensors = list[torch.Tensor]()
@@ -195,16 +193,23 @@ class ChangeDetector:
         for extent in extents:
             compared = extent, 0, extent.length, None
             self._all.append(compared)
-            containers.append(compared)  # nothing reports another class or order
+            # nothing reports another class or order
+            has_order = extent.base is not dict and extent.length > 1
+            is_reported = id(extent.value) in self._watched
+            if extent.owner is not None or has_order or not is_reported:
+                containers.append(compared)
         for stateful in record.stateful:
             if self._is_whole and (at_once or stateful.is_small):
                 others.append((Via(stateful, _state), 0, stateful.state, None))
         most = _WITH_WATCHER if is_told else _WITHOUT_WATCHER
+        turns = list[Iterator[Iterable[_Compared]]]()
         for part, count in zip((tensors, others, containers), most, strict=True):
-            if part:
-                self._turns.append(cycle(part))
-                self._counts.append(len(part) if at_once else min(count, len(part)))
-                self._rotates |= self._counts[-1] < len(part)
+            if at_once or len(part) <= count:
+                turns.append(repeat(part))
+            else:
+                turns.append(zip(*count * [cycle(part)], strict=True))
+                self._rotates = True
+        self._turns = zip(*turns, strict=True)  # of each call
 
     def _watch_all(
         self,
@@ -256,8 +261,7 @@ class ChangeDetector:
         has_grad = self._is_whole and torch.is_grad_enabled()
         if has_grad and [*map(_requires_grad, self._tensors)] != self._require_grad:
             return False
-        turns = map(islice, self._turns, self._counts)
-        return not self._turns or _holds(chain.from_iterable(turns))
+        return _holds(chain(*next(self._turns, ())))
 
     def holds_all(self) -> bool:
         """Each place holds the same object at its address."""
@@ -300,7 +304,7 @@ class ChangeDetector:
                     unwatch = getattr(ctypes.pythonapi, f"Py{kind}_Unwatch")
                     unwatch(_watcher(kind), ctypes.py_object(value))
         self._watched = {}
-        self._turns = []
+        self._turns = zip()
         self._all = []
         self._tensors = []
 
