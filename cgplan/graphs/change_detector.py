@@ -195,8 +195,7 @@ class ChangeDetector:
             self._all.append(compared)
             # nothing reports another class or order
             has_order = extent.base is not dict and extent.length > 1
-            is_reported = id(extent.value) in self._watched
-            if extent.owner is not None or has_order or not is_reported:
+            if extent.owner is not None or has_order or id(extent.value) not in self._watched:
                 containers.append(compared)
         for stateful in record.stateful:
             if self._is_whole and (at_once or stateful.is_small):
@@ -261,7 +260,7 @@ class ChangeDetector:
         has_grad = self._is_whole and torch.is_grad_enabled()
         if has_grad and [*map(_requires_grad, self._tensors)] != self._require_grad:
             return False
-        return _holds(chain(*next(self._turns, ())))
+        return not self._all or _holds(chain(*next(self._turns)))
 
     def holds_all(self) -> bool:
         """Each place holds the same object at its address."""
@@ -304,7 +303,6 @@ class ChangeDetector:
                     unwatch = getattr(ctypes.pythonapi, f"Py{kind}_Unwatch")
                     unwatch(_watcher(kind), ctypes.py_object(value))
         self._watched = {}
-        self._turns = zip()
         self._all = []
         self._tensors = []
 
