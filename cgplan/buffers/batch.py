@@ -7,16 +7,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.guards import TensorGuards
 
 from cgplan.buffers.static import torch_dtype
 from cgplan.config import Input
 from cgplan.errors import InputError, did_you_mean
 from cgplan.modes import BatchDescriptor
-
-try:
-    from torch._C._dynamo.guards import TensorGuards
-except ImportError:  # two microseconds slower
-    TensorGuards = None  # type: ignore[assignment,misc]
 
 
 def never(*_: object) -> bool:
@@ -29,7 +25,7 @@ def is_dense(value: Tensor) -> bool:
 
 def alike_to(values: Sequence[Tensor]) -> Callable[..., bool]:
     """Whether tensors, none of them nested, equal these in all but numbers and addresses."""
-    if TensorGuards is None or not all(map(is_dense, values)):
+    if not all(map(is_dense, values)):
         return never
     return TensorGuards(*values, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
 

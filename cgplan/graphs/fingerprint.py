@@ -419,7 +419,7 @@ class Fingerprint:
                 if change is not None:
                     found.append(change)
         contents = self._filled
-        if any(map(len, self._empty)):
+        if any(self._empty):
             contents = self.contents
         found += _changes_of(contents)
         for before in (*self.stateful, *self.draws):
