@@ -303,6 +303,7 @@ class ChangeDetector:
                     unwatch = getattr(ctypes.pythonapi, f"Py{kind}_Unwatch")
                     unwatch(_watcher(kind), ctypes.py_object(value))
         self._watched = {}
+        self._turns = zip()
         self._all = []
         self._tensors = []
 
