@@ -558,5 +558,5 @@ def used_bytes(backend: GraphBackend) -> int:
 
 
 def timing(values: Sequence[float]) -> Timing:
-    median, p99 = map(float, np.percentile(values, (50, 99)))
-    return Timing(median=median, p99=p99)
+    fastest, median, p99 = map(float, np.percentile(values, (0, 50, 99)))
+    return Timing(median=median, p99=p99, fastest=fastest)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
@@ -14,20 +15,29 @@ from cgplan.buffers.static import example_batch
 from cgplan.captures.environment import describe_environment
 from cgplan.captures.failures import explain_eager_failure, raise_caused
 from cgplan.errors import ConfigError
-from cgplan.measure.baselines import BenchBatch, bench_baselines, timing
+from cgplan.measure.baselines import MOST_ROUNDS, BenchBatch, bench_baselines, timing
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning import CudagraphDispatcher
 from cgplan.reports.records import (
     BenchRecord,
     BenchReport,
     FloorRecord,
-    Timing,
     check_baselines,
 )
 from cgplan.runner.runner import GraphRunner
 
 COPIED_BYTES = 256 << 20
 KERNELS = 1000
+FIGURES = (
+    "eager",
+    "graph",
+    "replay",
+    "graph_queued",
+    "replay_queued",
+    "eager_host",
+    "graph_host",
+)
+Times = dict[str, list[float]]  # microseconds of calls by figure
 ROUNDS = 10
 
 
@@ -41,7 +51,7 @@ def bench(
     """Measure the sizes of ``config.report``, or all captured ones, on example batches.
 
     Batches are uniform decode where the size allows that, else mixed; both where their graphs
-    differ.
+    differ. They take turns, so that other work on the machine meets no size alone.
 
     Args:
         progress: Called with (done, total, name).
@@ -57,19 +67,24 @@ def bench(
         raise ConfigError(
             "bench compares with other ways where rows alone vary", remedy="Leave --against out."
         )
-    boxes = _boxes(runner)
-    records = list[BenchRecord]()
+    measured = list[tuple[BenchBatch, Times]]()
     first = list[BenchBatch]()
-    for index, box in enumerate(boxes):
-        name = f"{box[0]} tokens"
+    for box in _boxes(runner):
+        batches = examples(runner, *box)
+        measured += [(batch, defaultdict(list)) for batch in batches]
+        first.append(batches[0])
+    repeats = runner.config.report.repeats
+    rounds = min(MOST_ROUNDS, repeats)
+    turns = list(product(range(rounds), measured))
+    for index, (number, (batch, times)) in enumerate(turns):
+        name = f"{batch.size} tokens"
         if progress:
-            progress(index, len(boxes), name)
+            progress(index, len(turns), name)
         try:
-            batches = examples(runner, *box)
-            records += [_measure(runner, batch) for batch in batches]
+            _take_turn(runner, batch, times, len(range(number, repeats, rounds)))
         except Exception as error:
             raise_caused(explain_eager_failure(error, name), error)
-        first.append(batches[0])
+    records = tuple(_record(runner, *each) for each in measured)
     report = runner.report  # before baselines change it
     peers = None
     if against:
@@ -83,8 +98,8 @@ def bench(
     return BenchReport(
         environment=describe_environment(runner.backend, runner.plan.config_hash),
         capture=report,
-        repeats=runner.config.report.repeats,
-        records=tuple(records),
+        repeats=repeats,
+        records=records,
         floor=floor_of(runner),
         peers=peers,
     )
@@ -194,45 +209,38 @@ def _call_of(runner: GraphRunner, batch: BenchBatch) -> dict[str, Any]:
     return {**batch.given_to(runner), **batch.options}
 
 
-def _measure(runner: GraphRunner, batch: BenchBatch) -> BenchRecord:
+def _take_turn(runner: GraphRunner, batch: BenchBatch, times: Times, repeats: int) -> None:
     call = _call_of(runner, batch)
     if runner.config.compilation.is_lazy:
         runner(**call)  # captures its graph
     route = runner.route(batch.tensors, **batch.options)
-    eager, eager_host = _time(runner, partial(runner.run_eagerly, padded=False, **call))
-    graph = graph_host = graph_queued = None
-    replay = replay_queued = None
+    ways = {"eager": partial(runner.run_eagerly, padded=False, **call)}
     if route.mode is not CUDAGraphMode.NONE:
-        whole = partial(runner, **call)
-        graph, graph_host = _time(runner, whole)
-        graph_queued, _ = _time(runner, whole, queued=True)
+        ways["graph"] = ways["graph_queued"] = partial(runner, **call)
     captured = runner.graph(route.mode, route.descriptor)
     if captured is not None:
-        bare = partial(runner.backend.replay, captured)
-        replay, _ = _time(runner, bare)
-        replay_queued, _ = _time(runner, bare, queued=True)
+        ways["replay"] = ways["replay_queued"] = partial(runner.backend.replay, captured)
+    for name, way in ways.items():
+        queued = name.endswith("queued")
+        with torch.no_grad():
+            for _ in range(runner.config.report.warmups):
+                way()
+            device, host = runner.backend.time_calls(way, repeats, queued=queued)
+        times[name] += device
+        times[f"{name}_host"] += host
+
+
+def _record(runner: GraphRunner, batch: BenchBatch, times: Times) -> BenchRecord:
+    route = runner.route(batch.tensors, **batch.options)
+    found: dict[str, Any] = dict.fromkeys(FIGURES)
+    for name in FIGURES:
+        if times[name]:
+            found[name] = timing(times[name])
     return BenchRecord(
         num_tokens=batch.size,
         sizes=route.batch.sizes,
         mode=route.mode,
         descriptor=route.descriptor,
         padded_rows=route.descriptor.num_tokens - batch.size,
-        eager=eager,
-        graph=graph,
-        replay=replay,
-        graph_queued=graph_queued,
-        replay_queued=replay_queued,
-        eager_host=eager_host,
-        graph_host=graph_host,
+        **found,
     )
-
-
-def _time(
-    runner: GraphRunner, call: Callable[[], object], *, queued: bool = False
-) -> tuple[Timing, Timing]:
-    asked = runner.config.report
-    with torch.no_grad():
-        for _ in range(asked.warmups):
-            call()
-        device, host = runner.backend.time_calls(call, asked.repeats, queued=queued)
-    return timing(device), timing(host)

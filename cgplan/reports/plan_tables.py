@@ -48,7 +48,7 @@ from cgplan.reports.layout import (
     titled,
     verbatim,
 )
-from cgplan.reports.records import Beside, ReplanReport, Way
+from cgplan.reports.records import UNSURE, Beside, ReplanReport, Way
 from cgplan.units import (
     format_bytes,
     format_microseconds,
@@ -346,7 +346,7 @@ def _answer(
     told = said(plan, brief=not whole)
     rows = [("verdict", evidence.verdict)]
     for row in [*told]:
-        if row[1].startswith(("SLO ", f"mode {plan.mode}, not ")):
+        if UNSURE in row[1] or row[1].startswith(("SLO ", f"mode {plan.mode}, not ")):
             rows.append(row)
             told.remove(row)
     rows.append(("step times", evidence.times_source))

@@ -384,11 +384,16 @@ class CaptureReport(SavedReport):
         return f"a capture of {len(self.records)} keys on {made}"
 
 
+BUSY = 2.0  # times a shorter figure: a machine with other work
+UNSURE = "Not to be trusted"
+
+
 class Timing(Record):
     """Microseconds of repeated calls."""
 
     median: float
     p99: float
+    fastest: float | None = None
 
 
 class BenchRecord(KeyRecord):
@@ -415,7 +420,20 @@ class BenchRecord(KeyRecord):
 
     @property
     def speedup(self) -> float | None:
-        return None if self.graph is None else self.eager.median / self.graph.median
+        """None without a graph, and where a median is not to be trusted."""
+        if self.graph is None or self.unsure:
+            return None
+        return self.eager.median / self.graph.median
+
+    @property
+    def unsure(self) -> list[str]:
+        """Figures with medians far above their fastest call, as beside other work."""
+        times = {"eager": self.eager, "graph": self.graph, "replay": self.replay}
+        found = []
+        for name, time in times.items():
+            if time and time.fastest and time.median > BUSY * time.fastest:
+                found.append(name)
+        return found
 
     @property
     def is_slower(self) -> bool:

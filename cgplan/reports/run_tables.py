@@ -32,8 +32,10 @@ from cgplan.reports.layout import (
 )
 from cgplan.reports.plan_tables import head_rows, predicted_by
 from cgplan.reports.records import (
+    BUSY,
     LEAST_GAIN,
     OURS,
+    UNSURE,
     AuditReport,
     BaselineRecord,
     BaselinesRecord,
@@ -76,7 +78,6 @@ _READ = (
     Column("not read", "opaque"),
     Column("pointers", "words"),
 )
-BUSY = 2.0  # times the median: p99 on a machine with other work
 
 
 @render.register
@@ -349,7 +350,7 @@ def _bench(report: BenchReport) -> RenderableType:
 
 
 def gain(report: BenchReport) -> str:
-    cost = ready(report.capture)
+    cost = " ".join([ready(report.capture), *unsure(report)])
     if not report.records:
         return "No size was measured: nothing is captured and report.sizes is absent."
     gains = [record.speedup for record in report.records if record.speedup]
@@ -389,6 +390,18 @@ def bench_notes(report: BenchReport) -> Iterator[Fact]:
     yield from labelled("warning", capture.warnings)
 
 
+def unsure(report: BenchReport) -> list[str]:
+    found = []
+    for record in report.records:
+        found += [f"{name} at {record.size}" for name in record.unsure]
+    if not found:
+        return []
+    return [
+        f"{UNSURE}, as over {BUSY:g} times the fastest call: {listed(found)} tokens; measure again "
+        "on an idle machine, on a CPU with OMP_NUM_THREADS=1"
+    ]
+
+
 def busy(report: BenchReport) -> list[str]:
     spreads = []
     for name in ("eager", "graph", "replay"):
@@ -413,7 +426,7 @@ def latencies(report: BenchReport) -> Grid:
         Microseconds("graph\np99", "graph.p99"),
         Microseconds("replay\nmedian", "replay.median"),
         Microseconds("replay\np99", "replay.p99", on_page_alone=True),
-        Column("speed-\nup", "speedup", format_ratio),
+        Column("speed-\nup", lambda r: "unsure" if r.unsure else format_ratio(r.speedup)),
         Microseconds("host\neager", "eager_host.median"),
         Microseconds("host\ngraph", "graph_host.median"),
         gap=1,

@@ -600,6 +600,13 @@ def test_plan_says_whose_step_times_it_uses(home: Path) -> None:
     assert "the step times of busy.json: the machine is busy: eager p99 is 9" in unwrapped(
         busy.output
     )
+    bench["records"][0]["eager"]["fastest"] = 0.4 * bench["records"][0]["eager"]["median"]
+    Path("busy.json").write_text(json.dumps(bench))
+    unsure = unwrapped(good(*PLAN, "--traffic", "traffic.csv", "--step-times", "busy.json").stdout)
+    doubt = (
+        "the step times of busy.json: Not to be trusted, as over 2 times the fastest call: eager"
+    )
+    assert re.search(rf"verdict .*warning +{re.escape(doubt)} .*step times +busy\.json, ", unsure)
 
 
 def test_a_plan_beyond_the_measured_sizes_is_extrapolated_not_proven(home: Path) -> None:

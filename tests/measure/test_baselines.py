@@ -74,6 +74,25 @@ def open_runner(
     return CaptureSession(build_plan(config), model, backend, config).run()
 
 
+def test_a_busy_while_does_not_make_the_first_size_slow(
+    backend: GraphBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first ten measurements are those of both sizes, eager, graph and replay, once each."""
+    asked = list[int]()
+
+    def time_calls(_: Any, call: Callable[[], Any], repeats: int, **__: Any) -> tuple[Any, Any]:
+        call()
+        asked.append(repeats)
+        times = [500.0 if len(asked) <= 10 else 5.0] * repeats
+        return times, times
+
+    monkeypatch.setattr(type(backend), "time_calls", time_calls)
+    report = bench(open_runner(backend, net(backend)))
+    assert [record.eager.median for record in report.records] == [5.0, 5.0]
+    assert [record.speedup for record in report.records] == [1.0, 1.0]
+    assert sum(asked[: 2 * 5 * 5]) == 2 * 5 * 6  # repeats of each figure, over all rounds
+
+
 def batch_of(backend: GraphBackend, rows: int) -> Tensor:
     return torch.randn(rows, WIDTH, device=backend.device)
 
