@@ -16,9 +16,10 @@ def did_you_mean(
     most: int = 1,
     cutoff: float = 0.6,
 ) -> str:
-    """The ``most`` nearest names in ``form``; empty: none is near."""
-    near = get_close_matches(name, list(known), most, cutoff)
-    return form.format(" or ".join(near)) if near else ""
+    """The ``most`` nearest names in ``form``, parts of it first; empty: none is near."""
+    near = get_close_matches(name, list(known), max(most, 3), cutoff)
+    near.sort(key=lambda other: other not in name)
+    return form.format(" or ".join(near[:most])) if near else ""
 
 
 class CgplanError(Exception):
@@ -41,12 +42,13 @@ class ConfigError(CgplanError):
     exit_code = 3
 
 
-def refuse_others(function: Any, given: Iterable[str], hint: str) -> None:
+def refuse_others(function: Any, given: Iterable[str], hint: str, known: Any = None) -> None:
     """Raise ConfigError if the function lacks such an argument."""
-    names = function.__kwdefaults__
+    known = known or function.__kwdefaults__
     for name in given:
-        remedy = f"{did_you_mean(name, names)}{hint} Arguments are {', '.join(names)}."
-        raise ConfigError(f"{function.__name__} has no argument {name!r}", remedy=remedy)
+        if name not in known:
+            remedy = f"{did_you_mean(name, known)}{hint} Arguments are {', '.join(known)}."
+            raise ConfigError(f"{function.__name__} has no argument {name!r}", remedy=remedy)
 
 
 class ConfigFileError(ConfigError):

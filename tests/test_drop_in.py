@@ -963,6 +963,14 @@ def test_what_is_no_model_is_refused(model: Any) -> None:
     with pytest.raises(cgplan.ConfigError, match="graphed has no argument 'size'") as caught:
         cgplan.graphed(size=[1])  # type: ignore[arg-type]
     assert "Did you mean 'sizes'?" in caught.value.remedy
+    with pytest.raises(cgplan.ConfigError, match="no argument 'batch_sizes'") as caught:
+        cgplan.graphed(batch_sizes=[1])  # type: ignore[arg-type]
+    assert "Did you mean 'sizes'?" in caught.value.remedy
+    with pytest.raises(cgplan.ConfigError, match="max_size has no effect beside a list of sizes"):
+        cgplan.graphed(sizes=[1, 2], max_size=16)
+    if not torch.cuda.is_available():
+        with pytest.raises(cgplan.BackendError):
+            cgplan.graphed(device="cuda")
     assert callable(cgplan.graphed(sizes=[1]))
 
 
@@ -1072,12 +1080,32 @@ def test_statistics_go_on_in_the_next_runner_of_a_kind(backend: GraphBackend, ne
     assert stats.captures == 4
 
 
+def test_a_head_of_another_width_after_new_weights_is_padded(
+    backend: GraphBackend, net: Net
+) -> None:
+    """Two changes with a call after each: nothing watched the model when the head came."""
+    g = cgplan.graphed(net, sizes=[1, 4, 8])
+    for n in (3, 3, 3, 3, 1, 8):
+        g(rows(backend, n))
+    net.inner.weight = nn.Parameter(torch.randn_like(net.inner.weight))
+    g(rows(backend, 2))
+    net.load_state_dict(copy.deepcopy(net.state_dict()), assign=True)
+    g(rows(backend, 2))
+    net.inner = nn.Linear(4, 5).to(backend.device)
+    eager = sum(g.eager_calls.values())
+    for n in (2, 3, 5, 2, 6, 7):
+        x = rows(backend, n)
+        torch.testing.assert_close(g(x), net(x))
+    assert sum(g.eager_calls.values()) == eager + 1
+    assert "output 0: [batch, 5]" in g.explain()
+
+
 def test_a_kind_without_graphs_keeps_its_calls(backend: GraphBackend, net: Net) -> None:
     g = cgplan.graphed(lambda x, scale: net(x) * scale, max_graphs=1)
     calls = [1.0] * 6 + [2.0] * 12
     for scale in calls:
         g(rows(backend, 2), scale)
-    assert re.search(r"none +4 +.*scale = 1.0\n *2 +10 +.*scale = 2.0\n", g.explain())
+    assert re.search(r"freed +4 +.*scale = 1.0\n *2 +10 +.*scale = 2.0\n", g.explain())
 
 
 @pytest.mark.parametrize("model", [lambda x: x - x.amin(0), lambda x: x * (x > 0).all()])

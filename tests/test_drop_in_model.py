@@ -946,13 +946,19 @@ def test_transformers_generate_by_graphs(backend: GraphBackend) -> None:
     for length in (0, "64"):
         with pytest.raises(ConfigError, match="max_cache_len is"):
             cgplan.graphed_generate(lm, max_cache_len=length)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="dynamic is of graphed alone"):
-        cgplan.graphed_generate(lm, max_cache_len=8, dynamic={})
-    with pytest.raises(ConfigError, match="graphed has no argument 'max_graph'") as caught:
-        cgplan.graphed_generate(lm, max_cache_len=8, max_graph=2)
-    assert "Did you mean 'max_graphs'?" in caught.value.remedy
-    with pytest.raises(ConfigError, match="have no effect where nothing varies"):
-        cgplan.graphed_generate(lm, max_cache_len=8, sizes=[1, 4])
+    for name, wanted in (
+        (
+            "max_length",
+            "Did you mean 'max_cache_len'? No rows are padded. Arguments are max_cache_len,",
+        ),
+        ("max_graph", "Did you mean 'max_graphs'?"),
+        ("sizes", "No rows are padded."),
+        ("dynamic", "No rows are padded."),
+    ):
+        with pytest.raises(ConfigError, match=f"generate has no argument '{name}'") as caught:
+            cgplan.graphed_generate(lm, max_cache_len=8, **{name: 2})
+        assert caught.value.remedy.startswith(wanted)
+        assert "sizes" not in caught.value.remedy
     for own in ({"strict": False}, {"ignore": ["model.calls"]}, {"address_check": "always"}):
         with pytest.raises(ConfigError, match=f"compilation has {next(iter(own))}, which graphed"):
             cgplan.graphed(Net(), compilation=own)

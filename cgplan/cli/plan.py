@@ -49,7 +49,7 @@ from cgplan.planning.plan import Machine
 from cgplan.reports import load_plan
 from cgplan.reports.plan_tables import brief, said
 from cgplan.reports.records import BenchReport, parse_report
-from cgplan.reports.run_tables import busy, unsure
+from cgplan.reports.run_tables import unsure
 from cgplan.units import listed
 
 SAME_STEPS = (  # settings that do not change how long a step takes
@@ -406,7 +406,7 @@ def _doubts(
     assert isinstance(report, BenchReport)
     subject = f"the step times of {file}"
     environment = report.environment
-    for warning in (*unsure(report), *busy(report)):
+    for warning in unsure(report):
         yield f"{subject}: {warning}"
     yield from about(subject, report.capture.plan, environment, config, SAME_STEPS)
     measured_on = environment.as_machine

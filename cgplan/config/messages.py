@@ -49,12 +49,9 @@ def explain(
         message = "\n  - ".join((f"{source}:", *messages))
     elif not message.startswith("--"):
         message = f"{source}: {message}"
-    remedy = "Correct the value; docs/config-reference.md describes it."
+    remedy = "Correct the value; `cgplan schema --format markdown` describes it."
     if is_unknown:
-        remedy = (
-            "Correct or remove the key; docs/config-reference.md lists all keys, `cgplan "
-            "schema` completes them."
-        )
+        remedy = "Correct or remove the key; `cgplan schema --format markdown` lists all keys."
     return ConfigError(message, remedy=remedy)
 
 

@@ -201,7 +201,7 @@ class Graphed:
             if kind.stats is not None:
                 keys = kind.runner.plan.keys if kind.runner else ()
                 sizes = ", ".join(key.size for _, key in reversed(keys))
-                rows.append((sizes or "none", kind.stats.calls, self._notes_of(kind)))
+                rows.append((sizes or "freed", kind.stats.calls, self._notes_of(kind)))
         common = set(rows[0][2] if len(rows) > 1 else ())
         for _, _, notes in rows:
             common &= {*notes}
@@ -505,8 +505,10 @@ def graphed_generate(
             f"{type(model).__name__} is not a decoder-only model of transformers with a KV cache",
             remedy="Pass a model as AutoModelForCausalLM.from_pretrained gives it, before graphed.",
         )
-    if "dynamic" in options:
-        raise ConfigError("dynamic is of graphed alone", remedy="Leave it out: no row is padded.")
+    known = {"max_cache_len": None, **(graphed.__kwdefaults__ or {})}
+    for name in ("sizes", "max_size", "dynamic"):
+        del known[name]
+    refuse_others(graphed_generate, options, "No rows are padded.", known)
     forward = model.forward
     if isinstance(forward, Graphed):  # of an earlier call
         forward = vars(forward)["_wrapped"]

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cgplan.backends import select_backend
 from cgplan.config import BudgetConfig, CompilationConfig, Dim, Input
 from cgplan.config.schema import WORDS_OF_A_CALL
 from cgplan.drop_in.call_form import (
@@ -31,7 +32,7 @@ _NOTHING_VARIES = "nothing varies: each shape has its graph"
 _DYNAMIC = 'Pass dimensions by input: dynamic={"x": {0: "batch"}}.'
 _COMPILATION = 'Pass settings by name: compilation={"on_miss": "error"}.'
 _PAD = 'Pass values by input: pad={"x": -1}.'
-_SIZES = "Pass a list of sizes up to max_size, or the name of a ladder: sizes=[1, 2, 4]."
+_SIZES = "Pass a list of sizes, or the name of a ladder: sizes=[1, 2, 4]."
 _STRICT = "Pass strict=True, or leave it out."
 _IGNORE = 'Pass a list: ignore=["model.calls"].'
 
@@ -66,11 +67,18 @@ class Settings:
         _refuse_other("strict", self.strict, bool, _STRICT)
         if self.grad not in ("recompute", None):
             raise ConfigError(f"grad is {self.grad!r}", remedy="Choose recompute or None.")
-        most = 1 << 20 if isinstance(self.sizes, str) else self.max_size or 1 << 20
+        most = 1 << 20 if self.sizes else self.max_size or 1 << 20
         try:
             Dim(BATCH, max=most, sizes=self.sizes)
         except ConfigError as error:
             raise ConfigError(error.message.removeprefix("Dim: "), remedy=_SIZES) from None
+        if self.max_size and self.sizes and not isinstance(self.sizes, str):
+            raise ConfigError(
+                "max_size has no effect beside a list of sizes",
+                remedy="Leave it out: larger batches than the largest size run eagerly.",
+            )
+        if self.device is not None and not torch.cuda.is_available():
+            select_backend(str(self.device))  # which raises
         self.pad = dict(self.pad or {})
         for name, value in self.pad.items():
             _refuse_other("a name of pad", name, str, _PAD)
@@ -245,7 +253,7 @@ class Inference:
                 return given
         if sizes is not None and not isinstance(sizes, str):
             sizes = tuple(sizes)
-            most = most or max(sizes)
+            most = max(sizes)
         if most is None:
             kind.grows.add(name)
             most = 4 << (size - 1).bit_length()

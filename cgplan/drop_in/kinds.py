@@ -189,10 +189,13 @@ class Kind:
         elif not stays and self.stage is not Stage.NEW:
             self.stage = Stage.SEEN
         if not is_moved:
-            self._points.clear()
-            self.forward.outputs.clear()
-            self.returns = None
+            self.forget_outputs()
             self.eager_reason = ""
+
+    def forget_outputs(self) -> None:
+        self._points.clear()
+        self.forward.outputs.clear()
+        self.returns = None
 
     # --- which calls are of this kind -------------------------------------------------------------
 

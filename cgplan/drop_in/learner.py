@@ -274,10 +274,15 @@ class Learner(Inference):
         output: Any,
     ) -> None:
         form, leaves = taken_apart(output)
+        shapes = shapes_of(leaves)
         try:
-            kind.learn(sizes, form, shapes_of(leaves))
-        except OutputShapeError as error:
-            self.give_up(kind, error.message)
+            kind.learn(sizes, form, shapes)
+        except OutputShapeError:
+            kind.forget_outputs()  # nothing watched the model until this call
+            try:
+                kind.learn(sizes, form, shapes)
+            except OutputShapeError as error:
+                self.give_up(kind, error.message)
         if torch.is_grad_enabled():
             kind.requires_grad = tuple(leaf.requires_grad for leaf in leaves)
 

@@ -12,9 +12,10 @@ import itertools
 import math
 import random
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -29,7 +30,7 @@ from cgplan.backends.context import forward_context, random_state_kept
 from cgplan.buffers.compare import deviation
 from cgplan.buffers.static import Tensors
 from cgplan.captures.failures import drop_locals
-from cgplan.errors import BackendError, CgplanError
+from cgplan.errors import BackendError, CgplanError, first_line
 from cgplan.graphs.fingerprint import Fingerprint
 from cgplan.graphs.footprint import look
 from cgplan.graphs.put_back import PutBack
@@ -66,6 +67,9 @@ class BenchBatch:
     metadata: Tensors
     options: Mapping[str, Any]
     descriptor: BatchDescriptor
+    times: dict[str, list[float]] = field(
+        default_factory=lambda: defaultdict(list),
+    )
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -122,23 +126,16 @@ class Baseline:
             drop_locals(error)
             with suppress(Exception):
                 self.close()
-            self.record = BaselineTiming(name=self.record.name, failure=_in_one_line(error))
+            reason = first_line(error)
+            if not isinstance(error, CgplanError):
+                reason = f"{type(error).__name__}: {reason}"
+            if len(reason) > LONGEST_REASON:  # what happened may stand at either end
+                reason = f"{reason[:77]} ... {reason[-78:]}"
+            self.record = BaselineTiming(name=self.record.name, failure=reason)
 
     def close(self) -> None:
         self.calls.clear()
         self.undo.close()
-
-
-def _in_one_line(error: Exception) -> str:
-    text = f"{type(error).__name__}: {error}"
-    if isinstance(error, CgplanError):
-        text = error.message
-    words = text.partition("\n")[0].split()
-    line = " ".join(words)
-    if len(line) <= LONGEST_REASON:
-        return line
-    half = LONGEST_REASON // 2  # the reason may stand at either end
-    return f"{line[: half - 3]} ... {line[2 - half :]}"
 
 
 def ours(
@@ -558,5 +555,5 @@ def used_bytes(backend: GraphBackend) -> int:
 
 
 def timing(values: Sequence[float]) -> Timing:
-    fastest, median, p99 = map(float, np.percentile(values, (0, 50, 99)))
-    return Timing(median=median, p99=p99, fastest=fastest)
+    median, p99 = map(float, np.percentile(values, (50, 99)))
+    return Timing(median=median, p99=p99)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
@@ -28,16 +27,7 @@ from cgplan.runner.runner import GraphRunner
 
 COPIED_BYTES = 256 << 20
 KERNELS = 1000
-FIGURES = (
-    "eager",
-    "graph",
-    "replay",
-    "graph_queued",
-    "replay_queued",
-    "eager_host",
-    "graph_host",
-)
-Times = dict[str, list[float]]  # microseconds of calls by figure
+MEDIANS = "eager", "graph", "replay"
 ROUNDS = 10
 
 
@@ -67,24 +57,24 @@ def bench(
         raise ConfigError(
             "bench compares with other ways where rows alone vary", remedy="Leave --against out."
         )
-    measured = list[tuple[BenchBatch, Times]]()
+    batches = list[BenchBatch]()
     first = list[BenchBatch]()
     for box in _boxes(runner):
-        batches = examples(runner, *box)
-        measured += [(batch, defaultdict(list)) for batch in batches]
-        first.append(batches[0])
+        found = examples(runner, *box)
+        batches += found
+        first.append(found[0])
     repeats = runner.config.report.repeats
     rounds = min(MOST_ROUNDS, repeats)
-    turns = list(product(range(rounds), measured))
-    for index, (number, (batch, times)) in enumerate(turns):
+    turns = list(product(range(rounds), batches))
+    for index, (number, batch) in enumerate(turns):
         name = f"{batch.size} tokens"
         if progress:
             progress(index, len(turns), name)
         try:
-            _take_turn(runner, batch, times, len(range(number, repeats, rounds)))
+            _take_turn(runner, batch, len(range(number, repeats, rounds)))
         except Exception as error:
             raise_caused(explain_eager_failure(error, name), error)
-    records = tuple(_record(runner, *each) for each in measured)
+    records = tuple(_record(runner, batch) for batch in batches)
     report = runner.report  # before baselines change it
     peers = None
     if against:
@@ -183,12 +173,12 @@ def examples(runner: GraphRunner, size: int, *sizes: int) -> list[BenchBatch]:
     return batches
 
 
-def call_examples(runner: GraphRunner, times: int = 3) -> None:
+def call_examples(runner: GraphRunner) -> None:
     with runner.trace():
         for box in _captured(runner):
             for batch in examples(runner, *box):
                 call = _call_of(runner, batch)
-                for _ in range(times):
+                for _ in range(3):
                     runner(**call)
 
 
@@ -209,7 +199,7 @@ def _call_of(runner: GraphRunner, batch: BenchBatch) -> dict[str, Any]:
     return {**batch.given_to(runner), **batch.options}
 
 
-def _take_turn(runner: GraphRunner, batch: BenchBatch, times: Times, repeats: int) -> None:
+def _take_turn(runner: GraphRunner, batch: BenchBatch, repeats: int) -> None:
     call = _call_of(runner, batch)
     if runner.config.compilation.is_lazy:
         runner(**call)  # captures its graph
@@ -225,22 +215,30 @@ def _take_turn(runner: GraphRunner, batch: BenchBatch, times: Times, repeats: in
         with torch.no_grad():
             for _ in range(runner.config.report.warmups):
                 way()
-            device, host = runner.backend.time_calls(way, repeats, queued=queued)
-        times[name] += device
-        times[f"{name}_host"] += host
+            device, host = runner.backend.time_calls(
+                way,
+                repeats,
+                queued=queued,
+            )
+        batch.times[name] += device
+        if name in ("eager", "graph"):
+            batch.times[f"{name}_host"] += host
 
 
-def _record(runner: GraphRunner, batch: BenchBatch, times: Times) -> BenchRecord:
+def _record(runner: GraphRunner, batch: BenchBatch) -> BenchRecord:
     route = runner.route(batch.tensors, **batch.options)
-    found: dict[str, Any] = dict.fromkeys(FIGURES)
-    for name in FIGURES:
-        if times[name]:
-            found[name] = timing(times[name])
+    found = dict[str, Any]()
+    unsure = list[str]()
+    for name, times in batch.times.items():
+        found[name] = timing(times)
+        if name in MEDIANS and found[name].median > 2 * min(times):
+            unsure.append(name)
     return BenchRecord(
         num_tokens=batch.size,
         sizes=route.batch.sizes,
         mode=route.mode,
         descriptor=route.descriptor,
         padded_rows=route.descriptor.num_tokens - batch.size,
+        unsure=tuple(unsure),
         **found,
     )

@@ -192,13 +192,10 @@ def _capture(report: CaptureReport) -> Page:
 @page_of.register
 def _bench(report: BenchReport) -> Page:
     capture = report.capture
-    ratios = [record.speedup for record in report.records if record.speedup]
-    span = f"{format_ratio(min(ratios))} to {format_ratio(max(ratios))}" if ratios else "-"
     return Page(
         _title("Bench", capture.plan),
         _lead(gain(report), report.environment),
         [
-            ("speed-up by size", span),
             ("keys", str(len(capture.records))),
             *_costs(capture.total_bytes, capture.session_seconds),
         ],

@@ -103,7 +103,7 @@ def brief(plan: Plan) -> RenderableType:
 def _plan(plan: Plan) -> RenderableType:
     rows = [*_rows(plan), *_more_rows(plan)]
     padding = None
-    if plan.keys and not plan.config.get("dims"):
+    if plan.keys and len(plan.config.get("dims") or ()) < 2:
         padding = _padding(plan)
     if not plan.evidence:
         return stacked(facts("Plan", [*rows, *said(plan)]), padding, _to_paste(plan))

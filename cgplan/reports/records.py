@@ -384,7 +384,6 @@ class CaptureReport(SavedReport):
         return f"a capture of {len(self.records)} keys on {made}"
 
 
-BUSY = 2.0  # times a shorter figure: a machine with other work
 UNSURE = "Not to be trusted"
 
 
@@ -393,7 +392,6 @@ class Timing(Record):
 
     median: float
     p99: float
-    fastest: float | None = None
 
 
 class BenchRecord(KeyRecord):
@@ -406,12 +404,13 @@ class BenchRecord(KeyRecord):
     sizes: tuple[int, ...] = ()
     padded_rows: int
     eager: Timing
-    graph: Timing | None
-    replay: Timing | None
-    graph_queued: Timing | None
-    replay_queued: Timing | None
+    graph: Timing | None = None
+    replay: Timing | None = None
+    graph_queued: Timing | None = None
+    replay_queued: Timing | None = None
     eager_host: Timing
-    graph_host: Timing | None
+    graph_host: Timing | None = None
+    unsure: tuple[str, ...] = ()  # medians over twice the fastest call
 
     @property
     def size(self) -> str:
@@ -424,16 +423,6 @@ class BenchRecord(KeyRecord):
         if self.graph is None or self.unsure:
             return None
         return self.eager.median / self.graph.median
-
-    @property
-    def unsure(self) -> list[str]:
-        """Figures with medians far above their fastest call, as beside other work."""
-        times = {"eager": self.eager, "graph": self.graph, "replay": self.replay}
-        found = []
-        for name, time in times.items():
-            if time and time.fastest and time.median > BUSY * time.fastest:
-                found.append(name)
-        return found
 
     @property
     def is_slower(self) -> bool:

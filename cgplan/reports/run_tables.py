@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from statistics import fmean
 from typing import Any
 
 from rich.console import RenderableType
@@ -32,7 +31,6 @@ from cgplan.reports.layout import (
 )
 from cgplan.reports.plan_tables import head_rows, predicted_by
 from cgplan.reports.records import (
-    BUSY,
     LEAST_GAIN,
     OURS,
     UNSURE,
@@ -353,11 +351,11 @@ def gain(report: BenchReport) -> str:
     cost = " ".join([ready(report.capture), *unsure(report)])
     if not report.records:
         return "No size was measured: nothing is captured and report.sizes is absent."
-    gains = [record.speedup for record in report.records if record.speedup]
-    if not gains or report.environment.is_tape:
+    sure = [record for record in report.records if record.speedup]
+    if not sure or report.environment.is_tape:
         return cost
-    sizes = [record.size for record in report.records if record.speedup]
-    at = from_to(sizes[0], sizes[-1])
+    at = from_to(sure[0].size, sure[-1].size)
+    gains = [record.speedup for record in sure if record.speedup]
     return f"{_range(gains)} times as fast as eager at {at} tokens. {cost}"
 
 
@@ -379,9 +377,6 @@ def _bench_rows(report: BenchReport) -> Iterator[Fact]:
 
 def bench_notes(report: BenchReport) -> Iterator[Fact]:
     capture = report.capture
-    if report.repeats < 100:
-        yield "note", f"of {report.repeats} calls, p99 is close to the slowest one"
-    yield from labelled("warning", busy(report))
     slower = ", ".join(str(record.num_tokens) for record in report.records if record.is_slower)
     if slower and not report.environment.is_tape:
         longer = "graphs take the device longer than the model's own code at"
@@ -397,21 +392,9 @@ def unsure(report: BenchReport) -> list[str]:
     if not found:
         return []
     return [
-        f"{UNSURE}, as over {BUSY:g} times the fastest call: {listed(found)} tokens; measure again "
+        f"{UNSURE}, as over twice the fastest call: {listed(found)} tokens; measure again "
         "on an idle machine, on a CPU with OMP_NUM_THREADS=1"
     ]
-
-
-def busy(report: BenchReport) -> list[str]:
-    spreads = []
-    for name in ("eager", "graph", "replay"):
-        times = filter(None, (getattr(record, name) for record in report.records))
-        spread = fmean([time.p99 / time.median for time in times] or [1.0])
-        spreads.append((spread, name))
-    most, name = max(spreads)
-    if most <= BUSY:
-        return []
-    return [f"the machine is busy: {name} p99 is {most:.0f} times the median on average"]
 
 
 def latencies(report: BenchReport) -> Grid:

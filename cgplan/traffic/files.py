@@ -355,7 +355,10 @@ def _text_of(path: str | Path) -> str:
             ) from None
     else:
         text = load.read_text(
-            path, TrafficError, "Give a readable file: a histogram, a request trace, or a log."
+            path,
+            TrafficError,
+            "Give a readable file: a histogram, a request trace, or a log; "
+            "or an address with http://.",
         )
     if not text.strip():
         raise TrafficError(f"{path} is empty", remedy="Give a file with traffic in it.")

@@ -80,6 +80,16 @@ def test_inspect_shows_the_plan_first_and_then_the_values_that_were_set(home: Pa
     assert "listed with --all" not in whole
 
 
+def test_inspect_shows_the_padding_of_a_configuration_with_one_dimension(home: Path) -> None:
+    text = """
+dims: {batch: {max: 6, sizes: [2, 6]}}
+inputs: {x: {shape: [batch, 4], dtype: float32, pad: 0}}
+"""
+    (home / "dims.yaml").write_text(text)
+    shown = good("inspect", "dims.yaml").stdout
+    assert re.search(r"\n3 to 6 +6 +3\nabove 6 +no graph", shown)
+
+
 def test_inspect_names_the_origin_of_each_value(home: Path) -> None:
     (home / "c.yaml").write_text(
         "device: cpu\n"

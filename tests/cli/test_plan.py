@@ -590,22 +590,10 @@ def test_plan_says_whose_step_times_it_uses(home: Path) -> None:
     own = ("plan", "--vllm", "{}", "--traffic", "traffic.csv", "--step-times", "bench.json")
     assert "--compilation-config" not in good(*own).stdout
     bench = json.loads(Path("bench.json").read_text())
-    for record in bench["records"]:
-        for name in ("graph", "replay"):
-            if record[name]:
-                record[name]["p99"] = record[name]["median"]
-        record["eager"]["p99"] = 9 * record["eager"]["median"]
-    Path("busy.json").write_text(json.dumps(bench))
-    busy = good(*PLAN, "--traffic", "traffic.csv", "--step-times", "busy.json")
-    assert "the step times of busy.json: the machine is busy: eager p99 is 9" in unwrapped(
-        busy.output
-    )
-    bench["records"][0]["eager"]["fastest"] = 0.4 * bench["records"][0]["eager"]["median"]
+    bench["records"][0]["unsure"] = ["eager"]
     Path("busy.json").write_text(json.dumps(bench))
     unsure = unwrapped(good(*PLAN, "--traffic", "traffic.csv", "--step-times", "busy.json").stdout)
-    doubt = (
-        "the step times of busy.json: Not to be trusted, as over 2 times the fastest call: eager"
-    )
+    doubt = "the step times of busy.json: Not to be trusted, as over twice the fastest call: eager"
     assert re.search(rf"verdict .*warning +{re.escape(doubt)} .*step times +busy\.json, ", unsure)
 
 

@@ -79,18 +79,23 @@ def test_a_busy_while_does_not_make_the_first_size_slow(
 ) -> None:
     """The first ten measurements are those of both sizes, eager, graph and replay, once each."""
     asked = list[int]()
+    busy = 10
 
     def time_calls(_: Any, call: Callable[[], Any], repeats: int, **__: Any) -> tuple[Any, Any]:
         call()
         asked.append(repeats)
-        times = [500.0 if len(asked) <= 10 else 5.0] * repeats
+        times = [500.0 if len(asked) <= busy else 5.0] * repeats
         return times, times
 
     monkeypatch.setattr(type(backend), "time_calls", time_calls)
-    report = bench(open_runner(backend, net(backend)))
+    runner = open_runner(backend, net(backend))
+    report = bench(runner)
     assert [record.eager.median for record in report.records] == [5.0, 5.0]
     assert [record.speedup for record in report.records] == [1.0, 1.0]
     assert sum(asked[: 2 * 5 * 5]) == 2 * 5 * 6  # repeats of each figure, over all rounds
+    asked.clear()
+    busy = 40
+    assert [record.unsure for record in bench(runner).records] == [("eager", "graph", "replay")] * 2
 
 
 def batch_of(backend: GraphBackend, rows: int) -> Tensor:

@@ -142,7 +142,7 @@ def decorated_function(graphed: Wrap) -> Steps:
 def decorated_with_options(graphed: Wrap) -> Steps:
     """Decorates a function, with options."""
 
-    @graphed(sizes=[2, 4], max_size=8)
+    @graphed(sizes=[2, 4])
     def policy(x: Tensor) -> dict[str, Tensor]:
         return {"mean": x.mean(-1), "most": x.amax(-1)}
 
