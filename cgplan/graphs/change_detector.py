@@ -18,6 +18,7 @@ import ctypes
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import suppress
 from functools import cache
 from itertools import chain, cycle, repeat
 from operator import attrgetter
@@ -33,8 +34,8 @@ from cgplan.graphs.walk import Contents, InClass, Via
 from cgplan.modes import Key
 
 # tensors, other places, containers of each call
-_WITH_WATCHER = (4, 16, 4)
-_WITHOUT_WATCHER = (64, 128, 128)
+_WITH_WATCHER = (3, 16, 4)
+_WITHOUT_WATCHER = (40, 128, 128)
 _DEALLOCATED = 5
 _address_of = torch._C.TensorBase.data_ptr
 _requires_grad = attrgetter("requires_grad")
@@ -254,7 +255,10 @@ class ChangeDetector:
 
     def holds(self) -> bool:
         """If False, ``holds_all`` or ``changes`` decides."""
-        if self._flag[0] or [*map(_address_of, self._tensors)] != self._addresses:
+        try:
+            if self._flag[0] or [*map(_address_of, self._tensors)] != self._addresses:
+                return False
+        except RuntimeError:  # sparse now
             return False
         # a runner's outputs never want gradients
         has_grad = self._is_whole and torch.is_grad_enabled()
@@ -265,7 +269,8 @@ class ChangeDetector:
     def holds_all(self) -> bool:
         """Each place holds the same object at its address."""
         self._reset()
-        with torch._C.DisableTorchFunction():
+        found = False
+        with torch._C.DisableTorchFunction(), suppress(RuntimeError):
             is_moved = [*map(_address_of, self._tensors)] != self._addresses
             found = not is_moved and _holds(self._all)
         if not found:
@@ -330,9 +335,7 @@ def _holds(compared: Iterable[_Compared]) -> bool:
         for container, key, value, traits in compared:
             if container[key] is not value:
                 return False
-            if traits is None:
-                continue
-            if value.stride() != traits.strides or value.shape != traits.shape:
+            if traits is not None and not traits.fit(value):
                 return False
     except (LookupError, AttributeError, ValueError, TypeError):
         return False

@@ -78,6 +78,20 @@ class Traits(NamedTuple):
             tensor.is_neg(),
         )
 
+    def fit(
+        self,
+        tensor: torch.Tensor,
+    ) -> bool:
+        """A dense one."""
+        dtype, shape, strides, is_conj, is_neg = self
+        return (
+            tensor.stride() == strides
+            and tensor.shape == shape
+            and tensor.dtype is dtype
+            and tensor.is_conj() is is_conj
+            and tensor.is_neg() is is_neg
+        )
+
     def __str__(self) -> str:
         bits = " conjugated" * self.is_conj + " negated" * self.is_neg
         return f"{self.dtype} {list(self.shape)} with strides {list(self.strides)}{bits}"
@@ -139,14 +153,7 @@ class Place:
         before = self.traits
         if before is None:
             return None
-        is_alike = (  # quicker than to make Traits
-            now.shape == before.shape
-            and now.stride() == before.strides
-            and now.dtype is before.dtype
-            and now.is_conj() is before.is_conj
-            and now.is_neg() is before.is_neg
-        )
-        if not is_alike:
+        if now.layout is not torch.strided or not before.fit(now):
             later = Traits.of(now)
             return Change(
                 self.path,

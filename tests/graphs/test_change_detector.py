@@ -47,6 +47,7 @@ class Model(Base):
         super().__init__()
         self.layers = nn.Sequential(*(nn.Linear(2, 2) for _ in range(20)))
         self.register_buffer("scale", torch.ones(2))
+        self.register_buffer("turn", torch.ones(2, dtype=torch.complex64))
         self.part, self.slots = SimpleNamespace(count=0), Slots()
         self.listed, self.named = [1, 2], {"a": 1}
 
@@ -138,6 +139,13 @@ UNTOLD: dict[str, tuple[Callable[[Model], Any], str]] = {
         "model.layers[3].weight",
     ),
     "a shape": (lambda m: m.scale.resize_(1), "model.scale"),
+    "a dtype": (lambda m: setattr(m.scale, "data", m.scale.data.view(torch.int32)), "model.scale"),
+    "conjugated": (lambda m: setattr(m.turn, "data", m.turn.data.conj()), "model.turn"),
+    "negated": (lambda m: setattr(m.turn, "data", torch._neg_view(m.turn.data)), "model.turn"),
+    "sparse": (
+        lambda m: torch.utils.swap_tensors(m.scale, m.scale.to_sparse()),
+        "model.scale",
+    ),
     "double": (lambda m: m.double(), "model.layers[0].weight"),
     "a gradient": (
         lambda m: m.layers[3].weight.requires_grad_(False),
