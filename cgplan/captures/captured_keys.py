@@ -256,7 +256,7 @@ class CapturedKeys:
         if self.graphs.real_rows is not None:  # else rows would pass for the model's writes
             self.graphs.buffers.fill_padding()
         if self._records.keys().isdisjoint(keys):
-            rehearsal.put_back.undo_first_use()
+            rehearsal.put_back.keeps_first_use = False
 
     def _capture_one(
         self,

@@ -463,7 +463,7 @@ class ModelGraphs:
             try:
                 yield rehearsal
             except BaseException:
-                rehearsal.put_back.undo_first_use()
+                rehearsal.put_back.keeps_first_use = False
                 raise
             self.buffers.refill()
             self.backend.synchronize()
@@ -827,7 +827,10 @@ class Rehearsal:
         found.value_read = None
 
     def _refuse(self, does: str) -> None:
-        remedy = "Run the model on one real batch before the capture."
+        remedy = (
+            "Run the model on one real batch before the capture. Fill a table once for all sizes, "
+            "or make a new one for each."
+        )
         if self.put_back.leaves_python:
             remedy = f"Not all of what it changed can be undone, so build the model again. {remedy}"
         raise CaptureError(f"the forward {does}", remedy=remedy)

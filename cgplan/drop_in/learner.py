@@ -333,6 +333,7 @@ class Learner(Inference):
         before = self._fingerprint({"model": self.model, "arguments": arguments})
         kept = PutBack(before, copy_limit(self.settings.compilation, self.backend))
         failed = list[Exception]()
+        computed = dict[int, Any]()
 
         def first_calls() -> None:
             try:
@@ -340,18 +341,16 @@ class Learner(Inference):
             except Exception as error:
                 failed.append(error)
 
-        stays = False
         uncounted = Family()
         try:
             while True:
                 kind, sizes = self.kind_of(uncounted, call)
                 if failed or not kind.is_learning:
                     break
-                look(first_calls, kept)
-            stays = not (failed or kind.stage is Stage.EAGER or kept.prepared)
+                computed |= look(first_calls, kept, inputs=call.tensors).from_inputs
+            if failed or kept.prepared or kept.made_of(computed):
+                kept.keeps_first_use = False
         finally:
-            if not stays:
-                kept.undo_first_use()
             kept.restore()
         if failed:
             raise failed[0]

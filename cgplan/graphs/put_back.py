@@ -120,10 +120,10 @@ class _PathChanges:
 
 
 class _Run(NamedTuple):
-    """``is_eager``: no capture, nor did it fail; ``began_with``: paths that had changed."""
+    """``key``: of its own if it failed; ``began_with``: paths that had changed."""
 
-    key: Key | None
-    is_eager: bool
+    key: object
+    captures: bool
     began_with: frozenset[str]
 
 
@@ -139,6 +139,7 @@ class PutBack:
         last: Changes of Python after the last run.
         newly_written: Paths of tensors that the last run wrote, and an earlier one did not.
         written: By address.
+        keeps_first_use: Else ``restore`` undoes all.
     """
 
     def __init__(
@@ -164,7 +165,7 @@ class PutBack:
         self.key: Key | None = None  # of the next run
         self._runs = list[_Run]()
         self.copied = Counter[Outcome]()  # bytes
-        self._keeps_first_use = True
+        self.keeps_first_use = True
         self.newly_written: list[str] = []
         for address, (path, tensor) in self._state_at.items():
             storage = tensor.untyped_storage()
@@ -214,12 +215,10 @@ class PutBack:
             self._unowned.clear()
             self._note_newly_written(versions)
             number = len(self._runs)
-            run = _Run(
-                self.key,
-                is_whole and not captures,
-                began_with,
-            )
-            self._runs.append(run)
+            key: object = self.key
+            if not is_whole:
+                key = object()
+            self._runs.append(_Run(key, captures, began_with))
             with torch._C.DisableTorchFunction():
                 for written in self.written.values():
                     written.count_run(number, captures=captures)
@@ -363,7 +362,7 @@ class PutBack:
         """Paths of Python, on first use."""
         found = set[str]()
         for path, known in self._paths.items():
-            if self._keeps_first_use and not known.is_captured and len(known.runs) == 1:
+            if self.keeps_first_use and not known.is_captured and len(known.runs) == 1:
                 found.add(path)
         return found
 
@@ -375,7 +374,10 @@ class PutBack:
         known = self._paths.get(path)
         return known is not None and len(known.runs) == len(self._runs)
 
-    def _first_use(self, written: Written) -> FirstUse | None:
+    def _first_use(
+        self,
+        written: Written,
+    ) -> FirstUse | None:
         """Whether it was made on first use, and how that is seen; None: it gets its copy back.
 
         seen    each run that wrote it left something of Python that stays
@@ -394,7 +396,7 @@ class PutBack:
             return None
         number = max(written.runs)
         run, *later = self._runs[number:]
-        if not any(other.key == run.key and other.is_eager for other in later):
+        if not any(other.key == run.key and not other.captures for other in later):
             return None
         for path, known in self._paths.items():
             is_tried = any(path not in other.began_with for other in later)
@@ -413,27 +415,40 @@ class PutBack:
     @property
     def prepared(self) -> list[str]:
         """Paths of tensors that first use wrote more often than later runs, which write them, too:
-        nothing holds what they were in between.
+        nothing holds what they were in between; or that other runs of a key do not write.
         """
         made = self.made
+        steady = set(filter(self.is_steady, self._paths))
         of_first_use = set[int]()
         for path, known in self._paths.items():
             change = self.last.get(path)
-            is_of_a_size = change is not None and change.is_addition and not self.is_steady(path)
+            is_of_a_size = change is not None and change.is_addition and path not in steady
             if path in made or is_of_a_size:
                 of_first_use |= known.runs
         found = list[str]()
-        if not of_first_use:
-            return found
         for written in self.written.values():
             first = 0
             later = -1  # none
-            for number, versions in written.runs.items():
+            write = set[object]()
+            do_not = set[object]()
+            for number, run in enumerate(self._runs):
+                versions = written.runs.get(number)
+                if versions is None:
+                    do_not.add(run.key)
+                    continue
+                write.add(run.key)
                 if number in of_first_use:
                     first = max(first, versions)
                 else:
                     later = max(later, versions)
-            if first > later >= 0:
+            is_refilled = (
+                len(write) > 1
+                and not write.isdisjoint(do_not)
+                and written.after_first is not None
+                and all(written.runs.values())
+                and not is_within(written.path, steady)
+            )
+            if later >= 0 and (is_refilled or first > later):
                 found.append(written.path)
         return found
 
@@ -445,7 +460,7 @@ class PutBack:
         change = self.last.get(path)
         if change is None or self.before.is_attribute(change):
             return True
-        return change.is_addition and not self._keeps_first_use
+        return change.is_addition and not self.keeps_first_use
 
     def made_of(
         self,
@@ -498,10 +513,6 @@ class PutBack:
                 written.is_captured = False
                 written.after_first = written.after_run = written.storage.clone()
 
-    def undo_first_use(self) -> None:
-        """So ``restore`` undoes all."""
-        self._keeps_first_use = False
-
     def restore(
         self,
         *,
@@ -509,7 +520,7 @@ class PutBack:
     ) -> None:
         """Undo changes; between keys, large storages wait. The device is idle."""
         if len(self._runs) < 2:  # a look alone: no second run tells first use apart
-            self.undo_first_use()
+            self.keeps_first_use = False
         self.outcome.clear()
         for written in self.written.values():
             nbytes = written.storage.nbytes()

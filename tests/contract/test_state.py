@@ -711,6 +711,48 @@ class Made(nn.Module):
         )
 
 
+class Prepares(nn.Module):
+    """A tensor that the first call makes; each call leaves something of Python."""
+
+    def __init__(self, kind: str, leaves: str) -> None:
+        super().__init__()
+        self.kind, self.leaves, self.calls = kind, leaves, 0
+        self.sizes, self.counts = list[int](), {"calls": 0}
+        self.table: Tensor | None = None
+        self.prepared = cache(self.prepare)
+
+    def prepare(self, device: torch.device) -> None:
+        self.table = torch.arange(1.0, 3.0, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "of numbers":
+            self.prepared(x.device)
+        elif self.table is None:
+            self.table = x.mean(0) + 2
+        if self.leaves == "list":
+            self.sizes.append(len(x))
+        elif self.leaves == "dict":
+            self.counts["calls"] += 1
+        elif self.leaves == "attribute":
+            self.calls += 1
+        assert self.table is not None
+        return x * self.table
+
+
+@pytest.mark.parametrize("leaves", ["", "attribute", "list", "dict"])
+@pytest.mark.parametrize("kind", ["of numbers", "of a batch"])
+def test_what_the_first_call_makes_after_warm_up(
+    backend: GraphBackend, kind: str, leaves: str
+) -> None:
+    """Numbers behind a hidden flag stay; those of the batch of a warm-up go."""
+    model, plain = (Prepares(kind, leaves).eval() for _ in range(2))
+    g = cgplan.graphed(model)
+    g.warm_up(torch.zeros(2, 2, device=backend.device))
+    for _ in range(5):
+        x = torch.rand(2, 2, device=backend.device)
+        same(g(x), plain(x))
+
+
 MADE_WAYS = pytest.mark.parametrize("ops", [(), ("aten::add",), ("aten::mul",)])
 
 
@@ -767,6 +809,82 @@ def test_state_that_no_padding_stays_in_is_captured_unused(
     x = torch.rand(4, 2, device=backend.device)
     with closing(open_runner(backend, Made(backend.device, kind))) as runner:
         same(runner(x=x), Made(backend.device, kind)(x))
+
+
+class Refilled(nn.Module):
+    """A table in one buffer, computed again where the size differs from the last one."""
+
+    def __init__(self, device: torch.device, way: str) -> None:
+        super().__init__()
+        self.way, self.size = way, 0
+        self.last, self.sizes = {"size": 0}, list[int]()
+        self.register_buffer("table", torch.zeros(1 if way == "resized" else 8, 1, device=device))
+
+    def is_of(self, size: int) -> bool:
+        if self.way == "dict":
+            known, self.last["size"] = self.last["size"], size
+        elif self.way == "list":
+            known, self.sizes[:] = sum(self.sizes), [size]
+        elif self.way == "resized":
+            known = len(self.table)
+        else:
+            known, self.size = self.size, size
+        return known == size
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = len(x)
+        if not self.is_of(size):
+            values = torch.linspace(-1, 1, size, device=x.device)[:, None]
+            if self.way == "out":
+                torch.mul(values, 1, out=self.table[:size])
+            elif self.way == "resized":
+                self.table.resize_(size, 1).copy_(values)
+            else:
+                self.table[:size].copy_(values)
+        return x + self.table[:size]
+
+
+@pytest.mark.parametrize("warm_ups", ["auto", 0, 1])
+@pytest.mark.parametrize("ops", [(), ("aten::add",)])
+@pytest.mark.parametrize("way", ["attribute", "dict", "list", "out", "resized"])
+def test_a_table_of_the_last_size_is_refused(
+    backend: GraphBackend, way: str, ops: tuple[str, ...], warm_ups: Any
+) -> None:
+    model, plain = (Refilled(backend.device, way).eval() for _ in range(2))
+    with pytest.raises(CaptureError, match=r"prepares table.* on first use"):
+        open_runner(backend, model, cudagraph_num_of_warmups=warm_ups, **way_of(ops))
+    g = cgplan.graphed(model, dynamic={})
+    for size in 4 * (4, 2, 1, 1, 2):
+        x = torch.rand(size, 2, device=backend.device)
+        same(g(x), plain(x))
+
+
+class Grows(nn.Module):
+    """Rows of a table that a size fills for itself, or that grow with it, stay right for others."""
+
+    def __init__(self, device: torch.device, way: str) -> None:
+        super().__init__()
+        self.way, self.size, self.known = way, 0, set[int]()
+        self.table = torch.zeros(9, 1, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = len(x)
+        if self.way == "each" and size not in self.known:
+            self.known.add(size)
+            self.table[size].fill_(size)
+        elif self.way == "all" and size > self.size:
+            self.table[1 : size + 1] = torch.arange(size, device=x.device)[:, None] + 1.0
+            self.size = size
+        return x + self.table[size]
+
+
+@pytest.mark.parametrize("way", ["each", "all"])
+def test_a_table_with_rows_of_their_own_is_captured(backend: GraphBackend, way: str) -> None:
+    model, plain = (Grows(backend.device, way) for _ in range(2))
+    with closing(open_runner(backend, model)) as runner:
+        for size in 2 * (4, 2, 1, 1, 2):
+            x = torch.rand(size, 2, device=backend.device)
+            same(runner(x=x), plain(x))
 
 
 class Stream(nn.Module):

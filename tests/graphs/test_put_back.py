@@ -122,7 +122,7 @@ def test_what_is_made_on_first_use_stays_and_is_named() -> None:
 def test_where_no_capture_succeeds_all_is_put_back() -> None:
     model = Model()
     kept = looked(model, lambda: once(model))
-    kept.undo_first_use()
+    kept.keeps_first_use = False
     kept.restore()
     assert (model.steps.tolist(), model.count, model.table) == ([0, 0], 0, None)
     assert not hasattr(model, "tables")
