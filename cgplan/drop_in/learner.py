@@ -347,7 +347,8 @@ class Learner(Inference):
                 kind, sizes = self.kind_of(uncounted, call)
                 if failed or not kind.is_learning:
                     break
-                computed |= look(first_calls, kept, inputs=call.tensors).from_inputs
+                found = look(first_calls, kept, inputs=call.tensors)
+                computed = computed or found.from_inputs
             if failed or kept.prepared or kept.made_of(computed):
                 kept.keeps_first_use = False
         finally:

@@ -215,10 +215,12 @@ class PutBack:
             self._unowned.clear()
             self._note_newly_written(versions)
             number = len(self._runs)
-            key: object = self.key
-            if not is_whole:
-                key = object()
-            self._runs.append(_Run(key, captures, began_with))
+            run = _Run(
+                self.key if is_whole else object(),
+                captures,
+                began_with,
+            )
+            self._runs.append(run)
             with torch._C.DisableTorchFunction():
                 for written in self.written.values():
                     written.count_run(number, captures=captures)
@@ -427,8 +429,7 @@ class PutBack:
                 of_first_use |= known.runs
         found = list[str]()
         for written in self.written.values():
-            first = 0
-            later = -1  # none
+            first = later = -1  # none
             write = set[object]()
             do_not = set[object]()
             for number, run in enumerate(self._runs):

@@ -719,6 +719,7 @@ class Prepares(nn.Module):
         self.kind, self.leaves, self.calls = kind, leaves, 0
         self.sizes, self.counts = list[int](), {"calls": 0}
         self.table: Tensor | None = None
+        self.last: Tensor | None = None
         self.prepared = cache(self.prepare)
 
     def prepare(self, device: torch.device) -> None:
@@ -733,13 +734,15 @@ class Prepares(nn.Module):
             self.sizes.append(len(x))
         elif self.leaves == "dict":
             self.counts["calls"] += 1
+        elif self.leaves == "output":
+            self.last = x * 2
         elif self.leaves == "attribute":
             self.calls += 1
         assert self.table is not None
         return x * self.table
 
 
-@pytest.mark.parametrize("leaves", ["", "attribute", "list", "dict"])
+@pytest.mark.parametrize("leaves", ["", "attribute", "list", "dict", "output"])
 @pytest.mark.parametrize("kind", ["of numbers", "of a batch"])
 def test_what_the_first_call_makes_after_warm_up(
     backend: GraphBackend, kind: str, leaves: str
