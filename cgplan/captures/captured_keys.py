@@ -25,7 +25,7 @@ from cgplan.captures.capturer import Capturer, Next, driver_bytes
 from cgplan.captures.environment import describe_environment
 from cgplan.captures.failures import drop_locals
 from cgplan.captures.model_graphs import ModelGraphs, Rehearsal
-from cgplan.config import BudgetConfig, Config
+from cgplan.config import Config
 from cgplan.errors import (
     AuditError,
     BudgetError,
@@ -423,32 +423,23 @@ def fitting(
     """The plan without keys that are predicted not to fit; ``free``: device memory in bytes. The
     largest sizes go first: they take most and gain least.
     """
-    most = config.budget.max_graphs
+    budget = config.budget
+    most = budget.max_graphs
     if most is None:
         most = len(plan.keys)
     order = sorted(plan.keys, key=lambda key: (-key[1].elements, key[0] is CUDAGraphMode.FULL))
     while True:
         part = restricted(plan, spread(plan, order, most), config)
-        if not order or _fits(part, config.budget, free):
+        cost = part.predicted
+        if not order or cost is None:
+            return part
+        fits = budget.memory is None or cost.total_bytes <= budget.memory
+        fits &= budget.capture_time is None or cost.seconds <= budget.capture_time
+        if budget.reserve is not None and free is not None:
+            fits &= free - cost.total_bytes >= budget.reserve
+        if fits:
             return part
         del order[0]
-
-
-def _fits(
-    part: Plan,
-    budget: BudgetConfig,
-    free: int | None,
-) -> bool:
-    cost = part.predicted
-    if cost is None:
-        return True
-    if budget.memory is not None and cost.total_bytes > budget.memory:
-        return False
-    if budget.capture_time is not None and cost.seconds > budget.capture_time:
-        return False
-    if budget.reserve is None or free is None:
-        return True
-    return free - cost.total_bytes >= budget.reserve
 
 
 class BudgetGuard:

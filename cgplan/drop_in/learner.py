@@ -238,7 +238,10 @@ class Learner(Inference):
         kind.note_run(sizes, *changes)
         if kind.may_capture:
             self.watch_model(records[0].without_draws())
-        if _holds_container(records, output):
+        held = set[int]()
+        for record in records:
+            held |= record.container_ids()
+        if held.intersection(map(id, containers_in(output))):
             kind.run_eagerly(
                 "the model returns a list, a dict or an object that it keeps, or that it was given"
             )
@@ -356,16 +359,6 @@ class Learner(Inference):
         if failed:
             raise failed[0]
         return kind, sizes
-
-
-def _holds_container(
-    records: Sequence[Fingerprint],
-    output: Any,
-) -> bool:
-    held = set[int]()
-    for record in records:
-        held |= record.container_ids()
-    return any(id(container) in held for container in containers_in(output))
 
 
 def _effects_until_now(records: Sequence[Fingerprint]) -> tuple[list[Any], list[int | None]]:

@@ -128,17 +128,17 @@ class CudaGraphManager:
     @property
     def sizes(self) -> tuple[int, ...]:
         """Planned, then captured sizes in tokens, ascending."""
-        plan = self.plan if self._runner is None else self._runner.plan
+        plan = self.runner.plan if self.is_captured else self.plan
         return plan.capture_sizes
 
     @property
     def is_captured(self) -> bool:
-        return self._runner is not None
+        return self._runner is not None and not self._runner.is_closed
 
     @property
     def runner(self) -> GraphRunner:
         """Raises CgplanError before ``capture`` and after ``close``."""
-        if self._runner is None:
+        if self._runner is None or self._runner.is_closed:
             raise CgplanError(f"{self.name!r} has no graphs", remedy="Call capture() first.")
         return self._runner
 
@@ -152,7 +152,7 @@ class CudaGraphManager:
 
     def capture(self) -> CaptureReport:
         """Capture the plan. Raises as CaptureSession.run, and CgplanError if captured already."""
-        if self._runner is not None:
+        if self.is_captured:
             raise CgplanError(
                 f"{self.name!r} is captured already", remedy="Call recapture(), or close() first."
             )
@@ -173,20 +173,15 @@ class CudaGraphManager:
         """Capture again, with the model's current memory; ``stats`` stay. Raises as
         CaptureSession.run; then no graph is left.
         """
-        if self._runner is None:
+        if not self.is_captured:
             return self.capture()
-        try:
-            self._runner.recapture()
-            return self._runner.report
-        finally:
-            if self._runner.is_closed:
-                self._runner = None
+        self.runner.recapture()
+        return self.report
 
     def close(self) -> None:
         """Free graphs and static buffers; with its last member, the pool."""
         if self._runner is not None:
             self._runner.close()
-            self._runner = None
 
     def __enter__(self) -> CudaGraphManager:
         return self

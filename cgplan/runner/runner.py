@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import operator
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from torch import Tensor
 from cgplan.backends import GraphBackend
 from cgplan.backends.backend import Trace, span
 from cgplan.backends.context import is_capture_allowed
+from cgplan.backends.replacing import replaced
 from cgplan.buffers.batch import Batch, BatchReader, alike_to
 from cgplan.buffers.copier import Copier
 from cgplan.captures.captured_keys import CapturedKeys
@@ -87,7 +88,9 @@ class GraphRunner:
         names = self._reader.names
         self._count = len(names)
         self._takes_positions = not config.metadata
-        self._pick = _picker(names)
+        self._pick: Callable[[Mapping[str, Any]], Values] = operator.itemgetter(*names)
+        if len(names) == 1:
+            self._pick = lambda given: (given[names[0]],)
         self._asked_ns = 0  # when the call began, for a trace
         self._forbidden = 0  # nested `no_capture`
         self._handed: weakref.WeakSet[StagedBuffers] = weakref.WeakSet()
@@ -380,14 +383,12 @@ class GraphRunner:
 
         with nullcontext(Trace.current) if Trace.current else Trace().on() as trace:
             self._look_up_anew()
-            self._pick = asked
-            self._takes_positions = False  # so that `asked` is called
             try:
-                yield trace
+                # so that `asked` is called
+                with replaced(self, _pick=asked, _takes_positions=False):
+                    yield trace
             finally:
                 self._look_up_anew()
-                self._pick = pick
-                self._takes_positions = not self.config.metadata
 
     @contextmanager
     def _changing(self) -> Iterator[CapturedKeys]:
@@ -474,8 +475,8 @@ class GraphRunner:
         batch = Batch(operator.index(num_tokens), None, sizes)
         route = self.router.route(batch, uniform_decode, num_active_loras, None)
         key = route.key
-        if route.missing is not None and self._may_capture(route):
-            key = route.missing
+        if self._may_capture(route):
+            key = route.missing or key
         mode, descriptor = key
         return None if mode is CUDAGraphMode.NONE else descriptor.num_tokens
 
@@ -753,13 +754,3 @@ def _keep(
     if len(prepared) >= MOST_PREPARED:
         prepared.pop(next(iter(prepared)))
     prepared[key] = value
-
-
-def _picker(names: Sequence[str]) -> Callable[[Mapping[str, Any]], Values]:
-    if len(names) > 1:
-        return operator.itemgetter(*names)
-
-    def pick(given: Mapping[str, Any]) -> Values:
-        return tuple(map(given.__getitem__, names))
-
-    return pick

@@ -544,6 +544,12 @@ def test_a_trace_shows_the_look_at_inputs_by_position(backend: GraphBackend) -> 
         dispatch = next(event for event in trace.events if event["name"] == "dispatch")
         assert dispatch["dur"] > 0
         runner(x)
+    with runner.trace() as trace:
+        with runner.trace():
+            pass
+        runner(x)
+    dispatch = next(event for event in trace.events if event["name"] == "dispatch")
+    assert dispatch["dur"] > 0  # the inner trace leaves the outer one's look at inputs
 
 
 def test_a_trace_of_captures_and_pieces(backend: GraphBackend) -> None:
