@@ -51,6 +51,7 @@ ALLOCATIONS = {
     "new_empty_strided",
 }
 _INDEXING = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
+_TO_HOST = " from the device to the host"
 
 
 @dataclass(slots=True)
@@ -190,13 +191,8 @@ def _host_method(name: str) -> Function:
     return method
 
 
-_is_probing = ContextVar("cgplan_is_probing", default=False)
-is_probing = _is_probing.get
-
-
-def probing() -> AbstractContextManager[None]:
-    """A block that runs on this rank alone."""
-    return setting(_is_probing, True)
+probing = ContextVar("cgplan_is_probing", default=False)  # a block that runs on this rank alone
+is_probing = probing.get
 
 
 def as_written() -> AbstractContextManager[None]:
@@ -222,47 +218,27 @@ def refuse_host(
     needs_host = operator.needs_host
     detail = ""
     if name in _INDEXING:
-        needs_host = _has_mask(name, args, kwargs)
+        dtypes = [index.dtype for index in args[1] if index is not None]
+        needs_host = torch.bool in dtypes or torch.uint8 in dtypes
+        if name != "aten::index" and args[2].numel() == 1:
+            # one value through masks is a masked_fill
+            needs_host &= bool(args[3] if len(args) > 3 else kwargs.get("accumulate"))
         detail = " with a boolean mask"
     elif name == "aten::repeat_interleave":
         by_tensor = len(args) < 2 or isinstance(args[1], Tensor)
         needs_host = by_tensor and kwargs.get("output_size") is None
-    elif name in ("aten::_to_copy", "aten::copy_"):
-        needs_host = _crosses_to_host(name, args, kwargs)
-        detail = " from the device to the host"
-    if needs_host and not refusals.is_constant((args, kwargs)):
-        refusals.refuse(f"operator {name}{detail}", (args, kwargs))
-
-
-def _has_mask(
-    name: str,
-    args: Args,
-    kwargs: Kwargs,
-) -> bool:
-    """One value through masks is a masked_fill, which needs no host."""
-    dtypes = [index.dtype for index in args[1] if index is not None]
-    has_mask = torch.bool in dtypes or torch.uint8 in dtypes
-    if not has_mask or name == "aten::index":
-        return has_mask
-    values = args[2]
-    accumulates = args[3] if len(args) > 3 else kwargs.get("accumulate")
-    return values.numel() != 1 or bool(accumulates)
-
-
-def _crosses_to_host(
-    name: str,
-    args: Args,
-    kwargs: Kwargs,
-) -> bool:
-    """A copy into pinned memory can be captured."""
-    if name == "aten::copy_":
+    elif name == "aten::copy_":
         target, source = args[:2]
-        to_host = target.device.type == "cpu" and not target.is_pinned()
-    else:
-        source = args[0]
+        to_host = target.device.type == "cpu" and source.device.type != "cpu"
+        needs_host = to_host and not target.is_pinned()  # which can be captured
+        detail = _TO_HOST
+    elif name == "aten::_to_copy":
         device = kwargs.get("device")
         to_host = device is not None and torch.device(device).type == "cpu"
-    return to_host and source.device.type != "cpu"
+        needs_host = to_host and args[0].device.type != "cpu"
+        detail = _TO_HOST
+    if needs_host and not refusals.is_constant((args, kwargs)):
+        refusals.refuse(f"operator {name}{detail}", (args, kwargs))
 
 
 @cache

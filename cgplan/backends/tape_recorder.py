@@ -137,7 +137,9 @@ class Recorder(DispatchMode):
         name = func._schema.name
         first = refusals.first
         count_writes(func, args, kwargs)
-        before = tape.before_writes(func, args, kwargs)
+        before = _Before({g: g.get_state() for g in tape.before.generators})
+        for tensor in written_tensors(func, args, kwargs):
+            before.keep(tensor.untyped_storage())
         known = len(tape.steps)
         try:
             cpu = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
@@ -197,17 +199,6 @@ class Tape:
         self.before = _Before({default: default.get_state()})
         for alias in pool.aliases.values():
             self.before.keep(alias)
-
-    def before_writes(
-        self,
-        func: Any,
-        args: Args,
-        kwargs: Kwargs,
-    ) -> _Before:
-        before = _Before({g: g.get_state() for g in self.before.generators})
-        for tensor in written_tensors(func, args, kwargs):
-            before.keep(tensor.untyped_storage())
-        return before
 
     def _note_draw(self, generator: torch.Generator) -> None:
         if number_of(generator) not in self._generators:

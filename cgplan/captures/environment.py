@@ -14,14 +14,21 @@ from cgplan.version import __version__
 
 
 def describe_environment(backend: GraphBackend, config_hash: str) -> Environment:
+    driver = None
+    cuda = None
     if backend.device.type == "cuda":
         device = torch.cuda.get_device_name(backend.device)
-        driver = _driver_version()
         cuda = torch.version.cuda
+        for word in _text("/proc/driver/nvidia/version").split():
+            if word[0].isdigit() and "." in word:
+                driver = word
+                break
     else:
-        device = _processor()
-        driver = None
-        cuda = None
+        device = platform.processor() or platform.machine()
+        for line in _text("/proc/cpuinfo").splitlines():
+            if line.startswith("model name"):
+                device = line.partition(":")[2].strip()
+                break
     return Environment(
         backend=backend.name,
         machine=f"{platform.system()} {platform.machine()}",
@@ -34,20 +41,6 @@ def describe_environment(backend: GraphBackend, config_hash: str) -> Environment
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         config_hash=config_hash,
     )
-
-
-def _driver_version() -> str | None:
-    for word in _text("/proc/driver/nvidia/version").split():
-        if word[0].isdigit() and "." in word:
-            return word
-    return None
-
-
-def _processor() -> str:
-    for line in _text("/proc/cpuinfo").splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def _text(path: str) -> str:

@@ -415,15 +415,10 @@ class ModelGraphs:
         self.addresses.volatile |= put_back.volatile
         self.looked_at = put_back.before.summary()
         self._fingerprint = put_back.before.without_draws()
-        self._note_written(put_back)
         records = list[StateRecord]()
         for path, (nbytes, kept) in put_back.outcome.items():
             records.append(StateRecord(path=path, nbytes=nbytes, kept=kept))
         self.state_records = tuple(records)
-        if not self.scope.is_open:
-            self.seal()
-
-    def _note_written(self, put_back: PutBack) -> None:
         facts = self.facts
         limit = 0
         if self.real_rows is not None:
@@ -445,6 +440,8 @@ class ModelGraphs:
             count = nbytes // tensor.itemsize
             whole.set_(storage, 0, (count,), (1,))
             facts.written[written.path] = whole
+        if not self.scope.is_open:
+            self.seal()
 
     @property
     def copied_bytes(self) -> int:
@@ -519,11 +516,15 @@ class ModelGraphs:
         self.backend.synchronize()
         self.scope.entries = []
         for wrapper in self.scope.wrappers:
-            mine = {descriptor for mode, descriptor in keys if mode is wrapper.runtime_mode}
-            for output, free in wrapper.take_out(self.scope, mine):
-                held = list(map(self.backend.watch, output))
-                self._retired.append((held, free))
-                del output  # else it stays held below
+            for mode, descriptor in keys:
+                entry = wrapper.entries.get(descriptor)
+                if mode is not wrapper.runtime_mode or entry is None:
+                    continue
+                if entry.scope is self.scope.mark:
+                    held = list(map(self.backend.watch, entry.pooled))
+                    self._retired.append((held, entry.free))
+                    del wrapper.entries[descriptor]
+                del entry  # else its output stays held below
         self.addresses.forget(keys)
         retired = self._retired
         self._retired = []

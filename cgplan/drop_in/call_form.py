@@ -212,18 +212,14 @@ def call_form(
     return form, tensors
 
 
-def same_tensors(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """For each tensor the first one that is the same; empty where all differ."""
-    if len(tensors) < 2 or len(set(map(id, tensors))) == len(tensors):
-        return ()
-    first = dict[int, int]()
-    return tuple(first.setdefault(id(tensor), at) for at, tensor in enumerate(tensors))
-
-
 class Tail(NamedTuple):
-    """The last part of a form, after the arguments."""
+    """The last part of a form, after the arguments.
 
-    same: tuple[int, ...]  # see same_tensors
+    Attributes:
+        same: For each tensor the first one that is the same; empty where all differ.
+    """
+
+    same: tuple[int, ...]
     is_grad: bool
     dtype: torch.dtype
     device: torch.device | None
@@ -231,8 +227,12 @@ class Tail(NamedTuple):
 
 
 def tail_of(tensors: Sequence[Tensor], device: str) -> Tail:
+    same: tuple[int, ...] = ()
+    if len(tensors) > 1 and len(set(map(id, tensors))) < len(tensors):
+        first = dict[int, int]()
+        same = tuple(first.setdefault(id(tensor), at) for at, tensor in enumerate(tensors))
     return Tail(
-        same_tensors(tensors),
+        same,
         torch.is_grad_enabled(),
         torch.get_default_dtype(),
         getattr(_get_current_function_mode(), "device", None),

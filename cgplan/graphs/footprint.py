@@ -49,7 +49,7 @@ from cgplan.backends.host_sync import (
     tensors_in,
     written_tensors,
 )
-from cgplan.backends.replacing import answering
+from cgplan.backends.replacing import answering, setting
 from cgplan.errors import CaptureError, first_line
 from cgplan.graphs.fingerprint import ABSENT, Fingerprint, is_same, is_tensor
 from cgplan.graphs.put_back import PutBack
@@ -596,7 +596,7 @@ def look(
     with (
         put_back.run(),
         random_state_kept(device),
-        probing(),
+        setting(probing, True),
         as_written(),
         ExitStack() as stack,
     ):

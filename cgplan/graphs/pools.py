@@ -62,23 +62,20 @@ class PoolUse:
         """Waits for other threads. Raises CgplanError if this one holds the lock."""
         if not self.acquire(False):
             if self.thread == threading.get_ident():
-                raise self._under_way(name)
+                other = self._holder or self.user
+                if self.is_shared and name != other:  # a lone manager has no other to name
+                    raise CgplanError(
+                        f"{name!r} was called while a call of {other!r} was under way, and both "
+                        "capture into one pool",
+                        remedy="Call members from one thread, or give each its own GraphPool.",
+                    )
+                raise CgplanError(
+                    "the runner was called while another call was under way",
+                    remedy="Call it from one thread at a time, and leave the block of staged "
+                    "buffers first.",
+                )
             self.acquire()
         self.thread = threading.get_ident()
-
-    def _under_way(self, name: str) -> CgplanError:
-        other = self._holder or self.user
-        if self.is_shared and name != other:  # a lone manager has no other to name
-            return CgplanError(
-                f"{name!r} was called while a call of {other!r} was under way, and both capture "
-                "into one pool",
-                remedy="Call members from one thread, or give each its own GraphPool.",
-            )
-        return CgplanError(
-            "the runner was called while another call was under way",
-            remedy="Call it from one thread at a time, and leave the block of staged buffers "
-            "first.",
-        )
 
     def take_stream(self, stream: int, name: str, backend: GraphBackend) -> None:
         """Raises CgplanError if another stream still has work."""
@@ -131,9 +128,7 @@ class GraphPool:
 class RunnerPools:
     """Pools by key, or a given one alone."""
 
-    def __init__(
-        self, policy: PoolPolicy, backend: GraphBackend, given: GraphPool | None = None
-    ) -> None:
+    def __init__(self, policy: PoolPolicy, backend: GraphBackend, given: GraphPool | None) -> None:
         self.policy = policy
         self.generation = 1
         self._backend = backend

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -222,20 +222,6 @@ class CUDAGraphWrapper:
             if scope is None or entry.scope is scope.mark:
                 entry.free()
                 del self.entries[key]
-
-    def take_out(
-        self,
-        scope: CaptureScope,
-        descriptors: Collection[BatchDescriptor],
-    ) -> list[tuple[Any, Callable[[], None]]]:
-        """Forget a scope's graphs of these batches; returns each ``pooled`` and ``free``."""
-        taken = []
-        for key in descriptors:
-            entry = self.entries.get(key)
-            if entry is not None and entry.scope is scope.mark:
-                taken.append((entry.pooled, entry.free))
-                del self.entries[key]
-        return taken
 
     def _record(
         self,

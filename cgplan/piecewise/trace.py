@@ -108,7 +108,12 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
                 return self.runnable(**inputs)
         # else one tensor for two inputs stays one
         own = {name: tensor.view_as(tensor) for name, tensor in inputs.items()}
-        is_static = self._is_static(current_forward_context())
+        context = current_forward_context()
+        if context is None:
+            is_static = self._config.compilation.compile_shapes == "static"
+        else:
+            self._keys.add(context.descriptor)
+            is_static = context.descriptor.num_tokens in self._static
         if not is_static:
             for name in self._config.inputs:
                 dim = self._specs[name].row_dim
@@ -157,12 +162,6 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
         except dynamo.BackendCompilerFailed as error:
             inner = error.inner_exception
             raise inner if isinstance(inner, CgplanError) else error from None
-
-    def _is_static(self, context: ForwardContext | None) -> bool:
-        if context is None:
-            return self._config.compilation.compile_shapes == "static"
-        self._keys.add(context.descriptor)
-        return context.descriptor.num_tokens in self._static
 
     def _warm_up(self, args: Args, kwargs: Kwargs) -> None:
         saved = [(tensor, tensor.clone()) for tensor in kwargs.values()]

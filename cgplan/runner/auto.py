@@ -10,7 +10,7 @@ import re
 import sys
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -390,8 +390,7 @@ def _tried(
                 None,
                 f"{name} has no graphs: the configuration or its budget leaves all of them out",
             )
-        steps = _operator_times(runner)
-    fusible = max(map(_fusible_share, filter(None, steps)), default=1.0)
+        fusible = _fusible_share(runner)
     route = runner.graphs.route
     candidate = Candidate(
         name,
@@ -417,16 +416,17 @@ def _tried(
     return None, note
 
 
-def _operator_times(runner: GraphRunner) -> list[dict[str, float]]:
-    """Of a step of each timed key: microseconds by operator, from torch's profiler, and the gaps
-    that its kernels have in a graph.
+def _fusible_share(runner: GraphRunner) -> float:
+    """The most of a step of a timed key, by torch's profiler and the gaps between kernels of a
+    graph, without products, convolutions, attention, and operators that are not torch's.
     """
-    steps = list[dict[str, float]]()
+    shares = list[float]()
     graphs = runner.graphs
     compilation = runner.config.compilation
     is_whole = compilation.cudagraph_mode is CUDAGraphMode.FULL
     if runner.backend.is_tape or compilation.compiler != "eager" or not is_whole:
-        return steps  # no other way is judged by them
+        return 1.0  # no other way is judged by it
+    products = {str(packet).replace(".", "::") for packet in flop_registry}
     with on_padding(graphs) as rehearsal:
         for key in timed_keys(runner):
             rehearsal.look(key)
@@ -435,23 +435,17 @@ def _operator_times(runner: GraphRunner) -> list[dict[str, float]]:
             with torch.profiler.profile(acc_events=True) as profile:
                 graphs.run_eager(key[1], graphs.views(key[1]))
                 runner.backend.synchronize()
-            times = dict[str, float]()
+            total = fusible = 0.0
             for event in profile.events():
+                if not event.kernels:
+                    continue
                 taken = event.self_device_time_total + _KERNEL_GAP_US * len(event.kernels)
-                if event.kernels:
-                    times[event.name] = times.get(event.name, 0.0) + taken
-            steps.append(times)
-    return steps
-
-
-def _fusible_share(step: Mapping[str, float]) -> float:
-    """Without products, convolutions, attention, and operators that are not torch's."""
-    products = {str(packet).replace(".", "::") for packet in flop_registry}
-    fusible = 0.0
-    for name, microseconds in step.items():
-        if name.startswith("aten::") and name not in products:
-            fusible += microseconds
-    return fusible / sum(step.values())
+                total += taken
+                if event.name.startswith("aten::") and event.name not in products:
+                    fusible += taken
+            if total:
+                shares.append(fusible / total)
+    return max(shares, default=1.0)
 
 
 def _changed(
