@@ -363,7 +363,6 @@ class CapturedKeys:
             session_seconds=self._seconds,
             inspection_seconds=self._capturer.inspection_seconds,
             split=graphs.route.describe() if graphs.most_tokens else None,
-            borrowed_outputs=True,
             capture_policy=graphs.config.compilation.capture_policy,
             pool=graphs.pools.policy,
             generation=graphs.pools.generation,

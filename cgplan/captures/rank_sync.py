@@ -14,8 +14,8 @@ class PeerMemory(NamedTuple):
     that graphs read.
     """
 
-    mapped: Sequence[tuple[int, int, str]]
-    addresses: Sequence[int]
+    mapped: Sequence[tuple[int, int, str]] = ()
+    addresses: Sequence[int] = ()
 
 
 class RankSync:
@@ -46,7 +46,7 @@ class RankSync:
         return error
 
     def peer_memory(self) -> PeerMemory:
-        return PeerMemory(mapped=(), addresses=())
+        return PeerMemory()
 
     def release(self) -> None:
         """Before graphs and their pool are freed."""

@@ -102,7 +102,7 @@ class AllReduce(ABC):
         return ""
 
     def peer_memory(self) -> PeerMemory:
-        return PeerMemory(mapped=(), addresses=())
+        return PeerMemory()
 
     def placed(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Where other ranks can read it, and its table row."""

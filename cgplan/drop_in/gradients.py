@@ -61,18 +61,6 @@ def _refuse(name: str, gradient: Tensor) -> None:  # noqa: ARG001
     )
 
 
-def _refusing_gradient(output: Tensor, name: str) -> Tensor:
-    """Made in C++ and hooked as ``register_hook`` does: a Function of Python takes three times as
-    long.
-    """
-    output.requires_grad = True
-    made: Tensor = _NO_GRADIENT(output)
-    # users' hooks have numbers from 0
-    made._backward_hooks = OrderedDict({-1: partial(_refuse, name)})
-    made.grad_fn._register_hook_dict(made)  # type: ignore[union-attr]
-    return made
-
-
 def with_gradients(
     output: Any,
     requires_grad: Sequence[bool],
@@ -82,10 +70,17 @@ def with_gradients(
     leaves = list(output) if isinstance(output, tuple) else [output]
     at = [index for index, is_needed in enumerate(requires_grad) if is_needed]
     if again is None:
+        # made in C++ and hooked as ``register_hook`` does: a third of a Python Function's time
         for index in at:
-            leaves[index] = _refusing_gradient(leaves[index], name)
+            leaves[index].requires_grad = True
+            made: Tensor = _NO_GRADIENT(leaves[index])
+            # users' hooks have numbers from 0
+            made._backward_hooks = OrderedDict({-1: partial(_refuse, name)})
+            made.grad_fn._register_hook_dict(made)  # type: ignore[union-attr]
+            leaves[index] = made
     else:
-        made = _OfGraph.apply(_NEEDS_GRADIENT, again, at, [leaves[index] for index in at])  # type: ignore[no-untyped-call]
-        for index, leaf in zip(at, made, strict=True):
+        given = [leaves[index] for index in at]
+        outputs = _OfGraph.apply(_NEEDS_GRADIENT, again, at, given)  # type: ignore[no-untyped-call]
+        for index, leaf in zip(at, outputs, strict=True):
             leaves[index] = leaf
     return tuple(leaves) if isinstance(output, tuple) else leaves[0]

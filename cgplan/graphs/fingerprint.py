@@ -122,9 +122,7 @@ class Place:
     ) -> list[Inside]:
         """Returns what a subclass wraps."""
         tensor = self.value
-        kind = type(tensor)
-        is_plain = kind in (torch.Tensor, torch.nn.Parameter)
-        if not is_plain and hasattr(kind, "__tensor_flatten__"):
+        if hasattr(type(tensor), "__tensor_flatten__"):
             found = list[Inside]()
             with suppress(Exception):  # code of the user
                 own = object.__getattribute__(tensor, "__dict__")
@@ -323,7 +321,13 @@ class Fingerprint:
                 found = place.enter_tensor(self.device)
                 self.of_tensors.append(place)
             elif issubclass(kind, torch.Generator):
-                self._note_generator(value)
+                known = (
+                    torch.default_generator,
+                    *torch.cuda.default_generators,
+                    *self.generators,
+                )
+                if value.device == self.device and value not in known:
+                    self.generators += (value,)
             elif not (is_lazy or kind in PLAIN or id(value) in seen):
                 seen[id(value)] = value
                 found = self._enter(value, place, classes, named)
@@ -358,18 +362,6 @@ class Fingerprint:
         )
         self.places[path] = place
         return place
-
-    def _note_generator(
-        self,
-        value: torch.Generator,
-    ) -> None:
-        known = (
-            torch.default_generator,
-            *torch.cuda.default_generators,
-            *self.generators,
-        )
-        if value.device == self.device and value not in known:
-            self.generators += (value,)
 
     def _enter(
         self,
@@ -615,8 +607,7 @@ class Fingerprint:
         now = Fingerprint.of(self.roots if roots is None else roots, self.device)
         lines = self.moved(now, may_grow=may_grow)
         if any(lines.values()):
-            message = _message(what, lines, self.count)
-            raise AddressError(message, remedy=_remedy(lines))
+            raise _moved_error(what, lines, self.count)
         others = self.other_modules(now)
         if others:
             raise AddressError(
@@ -656,30 +647,23 @@ def _changes_of(contents: Mapping[str, Contents]) -> list[Change]:
                 where = held, _ADDED
             found.append(Change(f"len({path})", held.length, length, where))
         else:
-            added = _added(path, held)
+            known = set(map(id, held.keys))
+            head = path if held.holds == "items" else path.rpartition(".")[0]
+            step_to = walk.step_to_part if held.holds == "parts" else walk.step
+            added = list[Change]()
+            for key, value in dict.items(held.value):
+                if id(key) in known:
+                    continue
+                change = Change(
+                    head + step_to(key),
+                    ABSENT,
+                    value,
+                    (held.value, key),
+                )
+                added.append(change)
             if has_length and not added:
                 added.append(Change(path, "in its order", "in another one"))
             found += added
-    return found
-
-
-def _added(
-    path: str,
-    held: Contents,
-) -> list[Change]:
-    known = set(map(id, held.keys))
-    head = path if held.holds == "items" else path.rpartition(".")[0]
-    step_to = walk.step_to_part if held.holds == "parts" else walk.step
-    found = []
-    for key, value in dict.items(held.value):
-        if id(key) not in known:
-            change = Change(
-                head + step_to(key),
-                ABSENT,
-                value,
-                (held.value, key),
-            )
-            found.append(change)
     return found
 
 
@@ -728,25 +712,18 @@ def is_ignored(
     path: str,
     ignore: Iterable[str],
 ) -> bool:
-    plain = path.removeprefix("len(").removesuffix(")")
-    return any(_matches(plain, pattern) for pattern in ignore)
+    parts = _parts(path.removeprefix("len(").removesuffix(")"))
+    for pattern in ignore:
+        wanted = _parts(pattern)
+        literal = (name.replace("[", "[[]") for name in wanted)
+        if len(parts) >= len(wanted) and all(map(fnmatchcase, parts, literal)):
+            return True
+    return False
 
 
 @cache
 def _parts(path: str) -> list[str]:
     return re.findall(r"\[[^\]]*\]|[^.\[]+", path)
-
-
-def _matches(
-    path: str,
-    pattern: str,
-) -> bool:
-    parts = _parts(path)
-    wanted = _parts(pattern)
-    if len(parts) < len(wanted):
-        return False
-    literal = (name.replace("[", "[[]") for name in wanted)
-    return all(map(fnmatchcase, parts, literal))
 
 
 def _shown(value: Any) -> str:
@@ -759,11 +736,11 @@ def _shown(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-def _message(
+def _moved_error(
     what: str,
     lines: dict[str, list[str]],
     count: int,
-) -> str:
+) -> AddressError:
     shown = [kind for kind, found in lines.items() if found or kind != "reshaped"]
     counts = [f"{len(lines[kind])} {kind}" for kind in shown]
     has_moved = lines["changed"] or lines["missing"] or lines["added"]
@@ -774,20 +751,16 @@ def _message(
             text += f"\n  {kind:<7}  {line}"
         if len(found) > _SHOWN:
             text += f"\n  and {len(found) - _SHOWN} more {kind}"
-    return text
-
-
-def _remedy(lines: dict[str, list[str]]) -> str:
     remedy = (
         "Write new values into the captured tensors in place (copy_), declare the tensor as an "
         "input, or capture again."
     )
-    text = "\n".join(line for found in lines.values() for line in found)
-    positions = set(map(int, re.findall(r"(?m)^args\[(\d+)\](?::|$)", text)))
+    every = "\n".join(line for found in lines.values() for line in found)
+    positions = set(map(int, re.findall(r"(?m)^args\[(\d+)\](?::|$)", every)))
     if positions:
         remedy += (
             " Where it is an argument of a CUDAGraphWrapper that eager code makes on each call, "
             f"options=CUDAGraphOptions(copied_arguments={tuple(sorted(positions))}) copies it to "
             "where the graph reads it."
         )
-    return remedy
+    return AddressError(text, remedy=remedy)

@@ -262,27 +262,19 @@ def named_in_class(
             entries.append(Inside(where, name, f".<{name}>"))
             functions = [value]
             if "super" in names_in(value):
-                for owner in _overridden(layout.kind, name):
-                    path = f".<{owner.__name__}.{name}>"
-                    entries.append(Inside(InClass(owner), name, path))
-                    functions.append(_function_of(vars(owner)[name]))
+                functions.clear()
+                for owner in layout.kind.__mro__:
+                    function = _function_of(vars(owner).get(name))
+                    if type(function) is not types.FunctionType:
+                        continue
+                    if functions:  # of a base
+                        path = f".<{owner.__name__}.{name}>"
+                        entries.append(Inside(InClass(owner), name, path))
+                    functions.append(function)
             for function in functions:
                 entries.append(Inside({"": function}, "", ""))
     layout.names_entered = len(wanted)
     return entries
-
-
-def _overridden(
-    kind: type,
-    name: str,
-) -> list[type]:
-    """Its bases."""
-    found = list[type]()
-    for owner in kind.__mro__:
-        value = _function_of(vars(owner).get(name))
-        if type(value) is types.FunctionType:
-            found.append(owner)
-    return found[1:]
 
 
 def _is_state(value: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from statistics import median
 from typing import Any
 
@@ -12,7 +12,7 @@ from cgplan.captures.failures import drop_locals, explain_eager_failure, raise_c
 from cgplan.captures.model_graphs import ModelGraphs
 from cgplan.config import Config
 from cgplan.measure.bench import floor_of
-from cgplan.modes import CUDAGraphMode, Key
+from cgplan.modes import CUDAGraphMode
 from cgplan.planning import build_plan
 from cgplan.reports.records import CoverageRecord, DoctorReport, SplitRecord
 from cgplan.runner.auto import timed_keys
@@ -36,7 +36,15 @@ def check_up(runner: GraphRunner) -> DoctorReport:
             for piece in entry.graph.eager_pieces:
                 place = f"{piece.name}, at {piece.line}"
                 outside[place] += 1
-            inside = min(_time_inside(graphs, key, entry.segments), step)
+            rounds = list[float]()
+            segments = [graphs.backend.replay_of(graph) for graph in entry.segments]
+            with on_padding(graphs) as rehearsal:
+                rehearsal.look(key)
+                for _ in range(REPEATS):
+                    rehearsal.put_back.restore(between_keys=True)
+                    times = [graphs.backend.time_calls(run, 1)[0][0] for run in segments]
+                    rounds.append(sum(times))
+            inside = min(median(rounds), step)
         rows.append(
             CoverageRecord(
                 mode=key[0],
@@ -52,22 +60,6 @@ def check_up(runner: GraphRunner) -> DoctorReport:
         rows=tuple(rows),
         outside=dict(outside.most_common()),
     )
-
-
-def _time_inside(
-    graphs: ModelGraphs,
-    key: Key,
-    segments: Sequence[Any],
-) -> float:
-    backend = graphs.backend
-    rounds = list[float]()
-    replays = [backend.replay_of(graph) for graph in segments]
-    with on_padding(graphs) as rehearsal:
-        rehearsal.look(key)
-        for _ in range(REPEATS):
-            rehearsal.put_back.restore(between_keys=True)
-            rounds.append(sum(backend.time_calls(replay, 1)[0][0] for replay in replays))
-    return median(rounds)
 
 
 def describe_split(

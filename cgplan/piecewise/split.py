@@ -220,17 +220,16 @@ def _aten_names(node: fx.Node) -> set[str]:
     names = set()
     if isinstance(_value_of(indexed), Tensor):
         for step in steps:
-            if step is not None and step is not Ellipsis:
-                names.add(f"aten::{_index_name(step)}")
+            if step is None or step is Ellipsis:
+                continue
+            name = "index"
+            value = _value_of(step) if isinstance(step, fx.Node) else step
+            if isinstance(step, slice):
+                name = "slice"
+            elif type(step) is int or (value is not step and not isinstance(value, Tensor)):
+                name = "select"
+            names.add(f"aten::{name}")
     return names
-
-
-def _index_name(step: Any) -> str:
-    if isinstance(step, slice):
-        return "slice"
-    if isinstance(step, fx.Node):
-        return "index" if isinstance(_value_of(step), Tensor) else "select"
-    return "select" if type(step) is int else "index"
 
 
 def _runs(

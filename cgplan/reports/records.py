@@ -333,7 +333,7 @@ class CaptureReport(SavedReport):
     session_seconds: float
     inspection_seconds: float
     split: SplitRecord | None = None
-    borrowed_outputs: bool  # later captures reuse the memory of outputs
+    borrowed_outputs: bool = True  # in saved reports
     budget: BudgetRecord | None = None
     capture_policy: Literal["eager", "lazy", "adaptive"] = "eager"
     pool: Literal["shared", "per_mode", "per_graph"] = "shared"

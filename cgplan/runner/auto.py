@@ -270,7 +270,9 @@ class Trials:
             plan.capture_sizes,
             anyway=self.anyway,
         )
-        settings = _changed(asked, chosen)
+        before = asked.model_dump(mode="json")
+        after = chosen.model_dump(mode="json")
+        settings = {name: value for name, value in after.items() if value != before[name]}
         took = format_seconds(time.perf_counter() - start)
         notes.append(
             f"AUTO took {took}. To keep this choice without it, write into compilation: "
@@ -446,15 +448,6 @@ def _fusible_share(runner: GraphRunner) -> float:
             if total:
                 shares.append(fusible / total)
     return max(shares, default=1.0)
-
-
-def _changed(
-    asked: CompilationConfig,
-    chosen: CompilationConfig,
-) -> dict[str, Any]:
-    before = asked.model_dump(mode="json")
-    after = chosen.model_dump(mode="json")
-    return {name: value for name, value in after.items() if value != before[name]}
 
 
 def _ways(
