@@ -18,7 +18,8 @@ from torch import Tensor
 from cgplan.buffers.static import StaticBuffer, StaticBuffers, pad_value
 from cgplan.errors import InputError
 
-CopyIn = Callable[[Sequence[Tensor], int, bool], None]
+Values = Sequence[Tensor]
+CopyIn = Callable[[Values, int, bool], None]
 Group = tuple[list[Tensor], list[Tensor]]
 
 
@@ -61,7 +62,7 @@ class BatchCopy:
     @torch.no_grad()
     def run(
         self,
-        values: Sequence[Tensor],
+        values: Values,
         stream: int,
         is_alike: bool = False,  # noqa: ARG002
     ) -> None:
@@ -83,7 +84,7 @@ class BatchCopy:
 
     def path(
         self,
-        values: Sequence[Tensor],
+        values: Values,
     ) -> CopyIn:
         """The quickest function like ``run``. Tensors narrower than the buffers, but for rows, are
         padded.
@@ -93,13 +94,13 @@ class BatchCopy:
             return partial(self._widened, missing)
         return self._path(values)
 
-    def _path(self, values: Sequence[Tensor]) -> CopyIn:  # noqa: ARG002
+    def _path(self, values: Values) -> CopyIn:  # noqa: ARG002
         return self.run
 
     def _widened(
         self,
         missing: Sequence[list[int]],
-        values: Sequence[Tensor],
+        values: Values,
         stream: int,
         is_alike: bool,  # noqa: ARG002
     ) -> None:
@@ -112,7 +113,7 @@ class BatchCopy:
 
     def pad(
         self,
-        values: Sequence[Tensor],  # noqa: ARG002
+        values: Values,  # noqa: ARG002
         stream: int,
         is_alike: bool = False,  # noqa: ARG002
     ) -> None:

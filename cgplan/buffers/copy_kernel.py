@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from cgplan.buffers.batch import is_dense
-from cgplan.buffers.copier import BatchCopy, Copier, CopyIn
+from cgplan.buffers.copier import BatchCopy, Copier, CopyIn, Values
 from cgplan.buffers.pinned import ALIGNMENT, StagingBlocks
 from cgplan.buffers.static import StaticBuffer, StaticBuffers, pad_value
 from cgplan.errors import BackendError
@@ -243,7 +243,7 @@ class KernelBatchCopy(BatchCopy):
 
     def run(
         self,
-        values: Sequence[Tensor],
+        values: Values,
         stream: int,
         is_alike: bool = False,  # noqa: ARG002
     ) -> None:
@@ -272,7 +272,7 @@ class KernelBatchCopy(BatchCopy):
 
     def _path(
         self,
-        values: Sequence[Tensor],
+        values: Values,
     ) -> CopyIn:
         if not self._copy_inputs:
             return self.run
@@ -284,7 +284,7 @@ class KernelBatchCopy(BatchCopy):
 
     def _addresses(
         self,
-        values: Sequence[Tensor],
+        values: Values,
         is_alike: bool,
     ) -> list[int]:
         """None unless all are dense."""
@@ -295,7 +295,7 @@ class KernelBatchCopy(BatchCopy):
 
     def _from_device(
         self,
-        values: Sequence[Tensor],
+        values: Values,
         stream: int,
         is_alike: bool,
     ) -> None:
@@ -308,7 +308,7 @@ class KernelBatchCopy(BatchCopy):
 
     def _staged_from_host(
         self,
-        values: Sequence[Tensor],
+        values: Values,
         stream: int,
         is_alike: bool,
     ) -> None:
@@ -324,7 +324,7 @@ class KernelBatchCopy(BatchCopy):
 
     def _inline_from_host(
         self,
-        values: Sequence[Tensor],
+        values: Values,
         stream: int,
         is_alike: bool,
     ) -> None:

@@ -107,8 +107,14 @@ class GraphBufferRegistry:
             for rank, theirs in enumerate(shared):
                 if rank == own_rank:
                     columns.append(self._addresses)
-                else:
-                    columns.append([self._base(rank, m) + m.offset for m in theirs])
+                    continue
+                column = list[int]()
+                columns.append(column)
+                for memory in theirs:
+                    key = (rank, memory.handle)
+                    if key not in self._opened:
+                        self._opened[key] = self._open(memory, f"rank {rank}'s graph pool")
+                    column.append(self._opened[key].base + memory.offset)
         with self._ranks.step("writing the table"):
             if self.rows:
                 written = torch.tensor(columns, dtype=torch.int64).T
@@ -172,12 +178,6 @@ class GraphBufferRegistry:
         except Exception as error:
             return self._ranks.agree(step, error=error)
         return self._ranks.agree(step, value=memories)
-
-    def _base(self, rank: int, memory: ExportedMemory) -> int:
-        key = (rank, memory.handle)
-        if key not in self._opened:
-            self._opened[key] = self._open(memory, f"rank {rank}'s graph pool")
-        return self._opened[key].base
 
     def _open(self, memory: ExportedMemory, name: str) -> _Mapped:
         base = self._transport.open(memory)

@@ -207,7 +207,16 @@ def _exchange(
 ) -> tuple[CapturedKeys, Way, tuple[Key, ...]]:
     keys = _without(wanted.keys, captured.failed)
     if wanted.max_capture_size > captured.graphs.most_tokens:
-        captured = _with_new_buffers(captured, wanted, reopen)
+        failed = dict(captured.failed)
+        before = captured.graphs.plan
+        try:
+            captured = reopen(wanted)
+        except CaptureMemoryError:
+            captured = reopen(before)
+            captured.capture(before.keys)
+            raise
+        finally:
+            captured.failed.update(failed)
         return captured, "new buffers", captured.capture(keys)
     evicted = _without(captured.keys, keys)
     added = _without(keys, captured.keys)
@@ -216,7 +225,12 @@ def _exchange(
     if not evicted and not added:
         return captured, "exchanged", ()
     captured.guard.spent_seconds = 0.0
-    is_moved = _is_worth_moving(captured, keys, evicted, added)
+    is_moved = _is_worth_moving(
+        captured,
+        keys,
+        evicted,
+        added,
+    )
     new = captured.capture(
         keys,
         evicted=evicted,
@@ -224,24 +238,6 @@ def _exchange(
     )
     way: Way = "new generation" if is_moved else "exchanged"
     return captured, way, new
-
-
-def _with_new_buffers(
-    captured: CapturedKeys,
-    wanted: Plan,
-    reopen: Reopen,
-) -> CapturedKeys:
-    failed = dict(captured.failed)
-    before = captured.graphs.plan
-    try:
-        captured = reopen(wanted)
-    except CaptureMemoryError:
-        captured = reopen(before)
-        captured.capture(before.keys)
-        raise
-    finally:
-        captured.failed.update(failed)
-    return captured
 
 
 def _is_worth_moving(

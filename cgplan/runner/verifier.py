@@ -202,19 +202,16 @@ class _Moment:
         return any(not torch.equal(before[1], after[1]) for before, after in both)
 
 
+@dataclass(eq=False)
 class _Comparison:
-    def __init__(
-        self,
-        graphs: ModelGraphs,
-        copied: set[str],
-        call: PreparedCall,
-        values: Values,
-    ) -> None:
-        self._graphs = graphs
-        self._copied = copied
-        self._call = call
-        self._route = call.route
-        self._values = values
+    graphs: ModelGraphs
+    copied: set[str]
+    call: PreparedCall
+    values: Values
+
+    def __post_init__(self) -> None:
+        graphs = self.graphs
+        self._route = self.call.route
         self._facts = graphs.facts
         self._has_rows = graphs.real_rows is not None
         self._can_repeat = True  # a further run finds the same Python
@@ -232,7 +229,7 @@ class _Comparison:
             for place in record.of_tensors:
                 self._versions.append((place, version_of(place.value)))
         python = graphs.fingerprint() if self._facts.changes_python else None
-        self.begin = _Moment(graphs, call, python)
+        self.begin = _Moment(graphs, self.call, python)
 
     def finish(
         self,
@@ -240,12 +237,12 @@ class _Comparison:
         *,
         leaves: bool,
     ) -> VerifyRecord:
-        graphs = self._graphs
+        graphs = self.graphs
         route = self._route
         begin = self.begin
         changes = self._changes_of_python()
         unseen = self._unseen_write()
-        after = _Moment(graphs, self._call)
+        after = _Moment(graphs, self.call)
         self._has_drawn = begin.has_drawn_until(after)
         self._can_repeat = begin.put_back()
         where = self._padding_tells()
@@ -267,7 +264,7 @@ class _Comparison:
         is_read_once = graphs.entry(route.key) is None
         if remark is not None or is_read_once:
             begin.put_back()
-            self._call.replay()
+            self.call.replay()
         if failure is not None or not leaves:
             begin.put_back()
         if failure is not None and leaves:
@@ -291,7 +288,7 @@ class _Comparison:
         )
 
     def _changes_of_python(self) -> list[Change]:
-        graphs = self._graphs
+        graphs = self.graphs
         changes = dict[str, Change]()
         for record in self._python:
             changes |= record.changes(graphs.config.compilation.ignore)
@@ -299,9 +296,9 @@ class _Comparison:
 
     def _unseen_write(self) -> str | None:
         """Of state that the look, at another size, did not see."""
-        graph_writes = self._facts.storages_written
         if self._route.mode is not CUDAGraphMode.FULL:
             return None
+        graph_writes = self._facts.storages_written
         for place, version in self._versions:
             is_written = version_of(place.value) != version
             if is_written and storage_id(place.value) not in graph_writes:
@@ -311,7 +308,7 @@ class _Comparison:
     # --- ways to run the batch --------------------------------------------------------------------
 
     def run(self, way: Callable[[], Any]) -> _Run:
-        backend = self._graphs.backend
+        backend = self.graphs.backend
         backend.synchronize()
         start = time.perf_counter()
         output = way()
@@ -322,8 +319,8 @@ class _Comparison:
             return _Run(_copied(output), state, microseconds)
 
     def _replay(self) -> Any:
-        self._call.replay()
-        return self._call.output()
+        self.call.replay()
+        return self.call.output()
 
     def _replay_again(self) -> _Run:
         replayed = self.run(self._replay)
@@ -331,10 +328,10 @@ class _Comparison:
         return replayed
 
     def own_code(self) -> Any:
-        graphs = self._graphs
+        graphs = self.graphs
         route = self._route
         if self._has_rows:
-            copies = map(Tensor.clone, self._values)  # the model may write there
+            copies = map(Tensor.clone, self.values)  # the model may write there
             return graphs.run_unpadded(route.unpadded, copies)
         try:
             with graphs.in_context(route.key):
@@ -347,7 +344,7 @@ class _Comparison:
             raise_caused(failure, error)
 
     def _captured_code(self) -> Any:
-        graphs = self._graphs
+        graphs = self.graphs
         route = self._route
         with graphs.in_context(route.key):
             output = graphs.warm_up(route.key)
@@ -355,9 +352,9 @@ class _Comparison:
 
     def _unpadded_rows(self) -> dict[str, Tensor]:
         batch = self._route.batch
-        static = self._graphs.buffers[self._route.descriptor.sizes]
+        static = self.graphs.buffers[self._route.descriptor.sizes]
         rows = static.views(batch.num_tokens, batch.num_reqs or 0)
-        for name, value in zip(rows, self._values, strict=False):  # staged: none
+        for name, value in zip(rows, self.values, strict=False):  # staged: none
             rows[name] = rows[name][tuple(map(slice, value.shape))]
         return {name: view.clone() for name, view in rows.items()}  # values may lie there
 
@@ -367,7 +364,7 @@ class _Comparison:
         """Where padding reaches real rows."""
         if self._has_rows:
             return self._reached()
-        graphs = self._graphs
+        graphs = self.graphs
         route = self._route
         config = graphs.config
         if graphs.before_key is not None or config.metadata or config.lora:
@@ -428,13 +425,13 @@ class _Comparison:
         return wrong[0].where if wrong else None
 
     def _padding(self) -> list[tuple[Tensor, Tensor]]:
-        graphs = self._graphs
+        graphs = self.graphs
         key = self._route.descriptor
         batch = self._route.batch
         reqs = graphs.padded_reqs(key)
         found = list[tuple[Tensor, Tensor]]()
         for name, buffer in graphs.buffers[key.sizes].buffers.items():
-            if name not in self._copied or buffer.row_dim is None:
+            if name not in self.copied or buffer.row_dim is None:
                 continue
             filled = buffer.count(batch.num_tokens, batch.num_reqs or 0)
             more = buffer.count(key.num_tokens, reqs) - filled
@@ -468,10 +465,10 @@ class _Comparison:
 
     def _rounds(self, eager: _Run) -> bool:
         """Whether rows round otherwise where each comes twice, as by a router."""
-        graphs = self._graphs
+        graphs = self.graphs
         buffers = graphs.buffers[self._route.descriptor.sizes].buffers
         twice = list[Tensor]()
-        for value, buffer in zip(self._values, buffers.values(), strict=True):
+        for value, buffer in zip(self.values, buffers.values(), strict=True):
             if buffer.row_dim is None:
                 twice.append(value.clone())
             else:
