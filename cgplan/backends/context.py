@@ -239,7 +239,7 @@ class AmbientState(NamedTuple):
             torch.set_default_dtype(before.dtype)
 
     def refuse_other_autocast(self, device: str, done: str = "captured") -> None:
-        """Raise CaptureError if autocast is another one now."""
+        """Raises CaptureError."""
         now = AmbientState.now(device)
         if now.autocast != self.autocast:
             raise CaptureError(

@@ -106,12 +106,11 @@ class TapeBackend(GraphBackend):
             self._generators,
             graph.launches if self._logs_operators else None,
         )
-        recorder = self._thread.recorder
         with ExitStack() as modes:
             modes.enter_context(answering([ALL_OTHERS], lambda _: True))
             modes.enter_context(as_written())
             modes.enter_context(host_guard(tape.refusals))
-            modes.enter_context(recorder.writes_to(tape))
+            modes.enter_context(self._thread.recorder.writes_to(tape))
             graph.under_way = tape, modes.pop_all()
 
     def end(self, graph: TapeGraph) -> None:

@@ -107,7 +107,10 @@ def compare(
     between = apart(found, wanted)
     largest = float(between.max())
     is_whole = not (wanted.is_floating_point() or wanted.is_complex())
-    is_counted = is_whole or (before is not None and _counts(before, wanted))
+    is_counted = is_whole
+    if before is not None and not is_whole:
+        change = apart(wanted, before)
+        is_counted = bool(change.any()) and torch.equal(change, change.round())
     limit = 0.0
     most = 0.0
     if is_counted and is_coarse:
@@ -119,9 +122,8 @@ def compare(
         size = _size_of(wanted, between)
         limit = tolerance * size
         if before is not None and not is_coarse:
-            change = _size_of(apart(wanted, before), between)
             step = _STEPS * torch.finfo(wanted.dtype).eps * size
-            limit = min(limit, tolerance * change + step)
+            limit = min(limit, tolerance * _size_of(change, between) + step)
     wrong = between > limit
     share = int(wrong.count_nonzero()) / wrong.numel()
     return Difference(
@@ -131,12 +133,6 @@ def compare(
         is_wrong=share > most,
         share=share,
     )
-
-
-def _counts(before: Tensor, after: Tensor) -> bool:
-    """Whether numbers changed, all by whole numbers."""
-    change = apart(after, before)
-    return bool(change.any()) and torch.equal(change, change.round())
 
 
 def _size_of(values: Tensor, between: Tensor) -> float:

@@ -259,7 +259,6 @@ class StaticBoxes(dict[tuple[int, ...], StaticBuffers]):
         return sum(buffers.nbytes for buffers in self.values())
 
     def owns(self, tensor: Tensor) -> bool:
-        """Whether the tensor begins in one of them."""
         address = tensor.data_ptr()
         return any(bisect_right(buffers.bounds, address) % 2 for buffers in self.values())
 

@@ -207,7 +207,6 @@ class CapturedKeys:
             raise audit_error(self._audited)
 
     def audit(self) -> AuditReport:
-        """Raises BackendError where nodes cannot be read."""
         return audit(self.graphs, self._environment)
 
     # --- the loop ---------------------------------------------------------------------------------
@@ -476,7 +475,6 @@ class BudgetGuard:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """A block that spends the budget's seconds."""
         self._start = time.perf_counter() - self.spent_seconds
         try:
             yield
@@ -506,7 +504,7 @@ class BudgetGuard:
         return used
 
     def outside_bytes(self) -> int:
-        """Bytes outside of the pool; caches are empty."""
+        """Caches are empty."""
         graphs = self._graphs
         held = graphs.backend.memory().reserved - self._reserved
         pool = graphs.pools.nbytes - self.shared_bytes

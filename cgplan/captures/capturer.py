@@ -127,12 +127,11 @@ class Capturer:
     """
 
     def __init__(self, graphs: ModelGraphs) -> None:
-        compilation = graphs.config.compilation
         self.inspection_seconds = 0.0
         self.returns_nothing = False
         self.started_again: str | None = None  # why
         self._graphs = graphs
-        self._asked_warm_ups = compilation.cudagraph_num_of_warmups
+        self._asked_warm_ups = graphs.config.compilation.cudagraph_num_of_warmups
         # asked for, or all graphs cannot be freed for a new start
         self._all_need_warm_up = (
             self._asked_warm_ups not in ("auto", 0) or not graphs.is_alone or graphs.pools.is_given
@@ -248,7 +247,6 @@ class Capturer:
         return Next.START_AGAIN
 
     def refuse_uncomputed(self) -> None:
-        """Raise CaptureError if the model keeps tensors of a failed capture."""
         if self._may_be_uncomputed and self._graphs.pools.left_bytes:
             raise CaptureError(
                 "the model keeps tensors of a capture that failed without a warm-up, which no "
@@ -341,14 +339,13 @@ class Capturer:
     ) -> GraphRecord:
         backend = self._graphs.backend
         facts = self._graphs.facts
-        scope = self._graphs.scope
         after = backend.memory()
         began = attempt.began
         now = _Clock.now()
         nodes = list[int]()
         eager_pieces = 0
         capture_seconds = 0.0
-        for entry in scope.entries:
+        for entry in self._graphs.scope.entries:
             eager_pieces += entry.eager_pieces
             capture_seconds += entry.capture_seconds
             for graph in entry.segments:

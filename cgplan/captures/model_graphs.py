@@ -296,7 +296,6 @@ class ModelGraphs:
         descriptor: BatchDescriptor,
         tensors: Tensors,
     ) -> Any:
-        """The metadata goes into the forward context."""
         inputs = {}
         for name in self.config.inputs:
             inputs[name] = tensors[name]
@@ -363,8 +362,15 @@ class ModelGraphs:
             self.backend.device,
             draws=True,
         )
-        if not isinstance(self.state, Mapping | None):
-            self._note_empty(before)
+        given = {} if isinstance(self.state, Mapping | None) else self.roots
+        for name, item in given.items():
+            found = any(place.path.startswith(name) for place in before.of_tensors)
+            # another root may have led there first
+            if not found and not Fingerprint.of({name: item}, self.backend.device).tensors:
+                self.facts.note(
+                    f"{name} ({type(item).__name__}) holds no tensor: `state` lists the objects "
+                    "whose tensors the model uses"
+                )
         put_back = PutBack(before, copy_limit(self.config.compilation, self.backend))
         self.use_generators(before.generators)
         self._rehearsal = Rehearsal(self, put_back)
@@ -380,16 +386,6 @@ class ModelGraphs:
                 self._end_rehearsal(put_back)
             put_back.drop_copies()
 
-    def _note_empty(self, record: Fingerprint) -> None:
-        for name, item in self.roots.items():
-            found = any(place.path.startswith(name) for place in record.of_tensors)
-            # another root may have led there first
-            if not found and not Fingerprint.of({name: item}, self.backend.device).tensors:
-                self.facts.note(
-                    f"{name} ({type(item).__name__}) holds no tensor: `state` lists the objects "
-                    "whose tensors the model uses"
-                )
-
     def fingerprint(self) -> Fingerprint:
         if self._fingerprint is not None and not self._fingerprint.changes():
             return self._fingerprint
@@ -397,7 +393,6 @@ class ModelGraphs:
 
     @contextmanager
     def in_context(self, key: Key) -> Iterator[None]:
-        """A block in the context of ``before_key``."""
         if self.before_key is None:
             yield
             return
@@ -807,7 +802,7 @@ class Rehearsal:
         return {path: change for path, change in self.changes.items() if not is_steady(path)}
 
     def refuse_changed(self, what: str) -> None:
-        """Raise CaptureError if the last run, which failed, left more than attributes."""
+        """After a run that failed: attributes can be put back, others not."""
         for change in self._left.values():
             if not self.put_back.before.is_attribute(change):
                 raise CaptureError(

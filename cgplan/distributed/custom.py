@@ -148,7 +148,12 @@ class CudaAllReduce(CustomAllReduce):
     """
 
     def __init__(
-        self, ranks: Ranks, backend: GraphBackend, fallback: AllReduce, settings: DistributedConfig
+        self,
+        ranks: Ranks,
+        backend: GraphBackend,
+        transport: MemoryTransport,
+        fallback: AllReduce,
+        settings: DistributedConfig,
     ) -> None:
         from cgplan.distributed.triton_kernels import ABORTED, one_shot, two_shot
 
@@ -158,7 +163,6 @@ class CudaAllReduce(CustomAllReduce):
         self._signal_bytes = _MOST_BLOCKS * ranks.world_size * 4
         most_packs = math.ceil(settings.all_reduce_max_size / PACK_BYTES / ranks.world_size)
         device = ranks.device
-        transport = CudaIpcTransport(device)
         super().__init__(ranks, backend, transport, fallback, settings)
         self._own = transport.empty(self._signal_bytes + most_packs * PACK_BYTES)
         addresses = self.registry.open_block("signals", self._own)
@@ -222,16 +226,6 @@ class CudaAllReduce(CustomAllReduce):
 class CpuAllReduce(CustomAllReduce):
     """It tries the registration without a GPU; ranks meet in their store."""
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        backend: GraphBackend,
-        fallback: AllReduce,
-        settings: DistributedConfig,
-    ) -> None:
-        transport = SharedMemoryTransport()
-        super().__init__(ranks, backend, transport, fallback, settings)
-
     def run(self, x: Tensor, out: Tensor, row: Tensor) -> None:
         """Sums in float32 in the order of the ranks.
 
@@ -287,8 +281,11 @@ def open_all_reduce(config: Config, ranks: Ranks, backend: GraphBackend) -> AllR
                     "custom all-reduce: rank %d: %s; %s does it", rank, reason, collective.name
                 )
             return collective
-    kind = CpuAllReduce if on_cpu else CudaAllReduce
-    return kind(ranks, backend, collective, config.distributed)
+    settings = config.distributed
+    if on_cpu:
+        return CpuAllReduce(ranks, backend, SharedMemoryTransport(), collective, settings)
+    transport = CudaIpcTransport(ranks.device)
+    return CudaAllReduce(ranks, backend, transport, collective, settings)
 
 
 def _why_not(ranks: Ranks) -> str:

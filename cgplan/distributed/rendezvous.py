@@ -140,7 +140,19 @@ def meet(place: Place, presence: Presence, timeout: float) -> tuple[Any, list[Pr
     """
     where = (place.address, place.port, place.attempt)
     if where not in _stores:
-        _stores[where] = _connected(place, timeout)
+        patience = timedelta(seconds=timeout)
+        try:
+            _stores[where] = TCPStore(
+                place.address, place.port, None, place.keeps_store, patience, wait_for_workers=False
+            )
+        except RuntimeError as error:
+            failed = "cannot listen" if place.keeps_store else f"does not reach {place.keeper}"
+            raise RendezvousError(
+                f"rank {place.rank} {failed} at {place.address}:{place.port} within {timeout:g} s: "
+                f"{first_line(error)}",
+                remedy="Start all ranks with the same MASTER_ADDR and MASTER_PORT, and a port that "
+                "is free.",
+            ) from error
     store: Any = PrefixStore(f"cgplan/{place.attempt}/{_meetings[where]}", _stores[where])
     keys = [f"here/{rank}" for rank in range(place.world_size)]
     try:
@@ -168,22 +180,6 @@ def meet(place: Place, presence: Presence, timeout: float) -> tuple[Any, list[Pr
         part(store, place, min(timeout, 10.0))
         raise
     return store, found
-
-
-def _connected(place: Place, timeout: float) -> Any:
-    patience = timedelta(seconds=timeout)
-    try:
-        return TCPStore(
-            place.address, place.port, None, place.keeps_store, patience, wait_for_workers=False
-        )
-    except RuntimeError as error:
-        failed = "cannot listen" if place.keeps_store else f"does not reach {place.keeper}"
-        raise RendezvousError(
-            f"rank {place.rank} {failed} at {place.address}:{place.port} within {timeout:g} s: "
-            f"{first_line(error)}",
-            remedy="Start all ranks with the same MASTER_ADDR and MASTER_PORT, and a port that is "
-            "free.",
-        ) from error
 
 
 def check_devices(found: Sequence[Presence]) -> None:

@@ -242,8 +242,6 @@ def tail_of(tensors: Sequence[Tensor], device: str) -> Tail:
 
 @dataclass(slots=True)
 class Call:
-    """One call of a model, taken apart."""
-
     args: Args
     kwargs: Kwargs
     form: Form

@@ -42,8 +42,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Recorded:
-    """One captured call."""
-
     graph: Any
     output: Any
     slots: dict[int, Tensor]
@@ -280,8 +278,7 @@ class CUDAGraphWrapper:
         if self.runtime_mode is CUDAGraphMode.FULL or context.scope is not None:
             roots["metadata"] = context.metadata
         elif entry.metadata:  # eager pieces may read new ones
-            metadata = context.metadata
-            roots["metadata"] = {name: metadata.get(name) for name in entry.metadata}
+            roots["metadata"] = {name: context.metadata.get(name) for name in entry.metadata}
         return roots
 
     def _refuse(self, context: ForwardContext, args: Args) -> None:

@@ -166,8 +166,7 @@ def eager(
     bench: Comparison,
     baseline: Baseline,
 ) -> None:
-    model = bench.runner.model
-    bench.first_calls(baseline, lambda batch: partial(batch.run, model))
+    bench.first_calls(baseline, lambda batch: partial(batch.run, bench.runner.model))
 
 
 def bare(

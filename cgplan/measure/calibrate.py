@@ -82,11 +82,10 @@ def calibrate(
     measured = []
     for (mode, descriptor), record in records.items():
         driver = rates[mode] * (record.nodes or 1)
-        case = descriptor.num_active_loras
         measured.append(
             MeasuredKey(
                 mode,
-                case,
+                descriptor.num_active_loras,
                 descriptor.elements,
                 driver,
                 record.seconds,

@@ -180,21 +180,14 @@ def _matching(model: Function, patterns: Sequence[str]) -> dict[str, nn.Module]:
             if fits and len(parts) == len(wanted):
                 found.append(name)
         if not found:
-            near = _near(pattern, list(named))
-            raise ConfigError(f"no submodule matches {pattern!r}", remedy=near)
+            numbered = [re.sub(r"(?<=\.)\d+(?![^.])", "*", name) for name in named]
+            layers = list(dict.fromkeys(numbered))  # as one
+            hint = did_you_mean(pattern, [*layers, *named], "Did you mean {}?", 3)
+            has = f"The model has {listed(layers, 10) or 'no submodules'}."
+            raise ConfigError(f"no submodule matches {pattern!r}", remedy=hint or has)
         matching.update(found)
     first: dict[int, str] = {}
     for name, module in named.items():
         if name in matching:
             first.setdefault(id(module), name)
     return {name: named[name] for name in first.values()}
-
-
-def _near(pattern: str, names: list[str]) -> str:
-    """Names like the pattern, with numbered layers as one."""
-    general = [re.sub(r"(?<=\.)\d+(?![^.])", "*", name) for name in names]
-    general = list(dict.fromkeys(general))
-    hint = did_you_mean(pattern, general + names, "Did you mean {}?", 3)
-    if hint:
-        return hint
-    return f"The model has {listed(general, 10) or 'no submodules'}."

@@ -191,7 +191,13 @@ class EagerPiece:
                 continue
             if i in self._shared:
                 block = blocks[_address(value)]
-                handed[i] = _view_like(block, value)
+                count = block.numel() // value.itemsize
+                whole = block[: count * value.itemsize].view(value.dtype)
+                handed[i] = whole.as_strided(
+                    value.shape,
+                    value.stride(),
+                    value.storage_offset(),
+                )
             else:
                 handed[i] = self.backend.slot(value)
             slot = self.backend.borrow(handed[i])
@@ -549,13 +555,3 @@ def _sharing(
                 strides.append(stride)
         found.append((first, begin - begin_of_first, strides))
     return found
-
-
-def _view_like(memory: Tensor, like: Tensor) -> Tensor:
-    count = memory.numel() // like.itemsize
-    whole = memory[: count * like.itemsize].view(like.dtype)
-    return whole.as_strided(
-        like.shape,
-        like.stride(),
-        like.storage_offset(),
-    )

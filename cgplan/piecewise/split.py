@@ -51,7 +51,6 @@ class Piece:
     Attributes:
         name: Of the submodule that holds it.
         eager: Of splitting operators; else it is captured.
-        operators: In order.
         title: Its first splitting operator.
     """
 

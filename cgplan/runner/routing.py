@@ -46,11 +46,10 @@ class RoutedBatch:
 
     @property
     def unpadded(self) -> BatchDescriptor:
-        tokens = self.batch.num_tokens
         reqs = self.batch.num_reqs
         uniform = self.uniform and reqs is not None
         return BatchDescriptor(
-            tokens,
+            self.batch.num_tokens,
             reqs,
             uniform,
             self.num_active_loras > 0,
@@ -60,8 +59,6 @@ class RoutedBatch:
 
 
 class BatchRouter:
-    """Routes batches to the graphs that are captured now."""
-
     def __init__(self, captured: CapturedKeys) -> None:
         self._captured = captured
         self._plan = captured.graphs.plan

@@ -85,7 +85,7 @@ class Verifier:
         call: PreparedCall,
         values: Values,
     ) -> None:
-        """Replay a batch in the static buffers, and verify it. Raises NumbersError."""
+        """Raises NumbersError."""
         due = call.due
         due.left = 1  # also if the model's own code raises
         record, output = self.verify(call, values)
@@ -113,7 +113,7 @@ class Verifier:
         *,
         leaves: bool = True,
     ) -> tuple[VerifyRecord, Any]:
-        """Compare a batch in the static buffers. ``leaves``: the state of the answer stays."""
+        """``leaves``: the state of the answer stays."""
         graphs = self._graphs
         held = _COPIES * sum(tensor.nbytes for tensor in graphs.facts.written.values())
         if held > copy_limit(graphs.config.compilation, graphs.backend):
@@ -454,9 +454,8 @@ class _Comparison:
             return False
         if not self._has_drawn and not self._are_few(wrong):
             return False
-        key = self._route.descriptor
         batch = self._route.batch
-        is_padded = (batch.num_tokens, *batch.sizes) != key.box
+        is_padded = (batch.num_tokens, *batch.sizes) != self._route.descriptor.box
         if is_padded and self._has_rows and not self._has_drawn and not self._rounds(eager):
             return False
         self.begin.put_back()
