@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from time import perf_counter_ns
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -61,13 +61,7 @@ class Trace:
         self._zero = perf_counter_ns()
         self._threads: dict[int, str] = {}
 
-    def add(
-        self,
-        name: str,
-        began: int,
-        args: dict[str, Any],
-        ended: int | None = None,
-    ) -> None:
+    def add(self, name: str, began: int, args: dict[str, Any], ended: int | None = None) -> None:
         """Times are those of ``time.perf_counter_ns()``."""
         ended = ended or perf_counter_ns()
         thread = threading.get_native_id()
@@ -312,23 +306,11 @@ def number_of(generator: torch.Generator) -> int:
     return number
 
 
-class CaptureWatch(Protocol):
-    """Told of each capture, by whatever code."""
-
-    def note(self, graph: Any, pool: Any, launches: list[Launch]) -> None: ...
-
-    def forget(self, graph: Any) -> None: ...
-
-
-watches: weakref.WeakSet[CaptureWatch] = weakref.WeakSet()
+watches: weakref.WeakSet[Any] = weakref.WeakSet()  # told of each capture, by whatever code
 captured: weakref.WeakSet[Any] = weakref.WeakSet()  # by torch: while a watch is open
 
 
-def note_capture(
-    graph: Any,
-    pool: Any,
-    launches: list[Launch],
-) -> None:
+def note_capture(graph: Any, pool: Any, launches: list[Launch]) -> None:
     captured.add(graph)
     for watch in list(watches):
         watch.note(graph, pool, launches)

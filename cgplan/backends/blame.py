@@ -24,7 +24,6 @@ _FOLDERS = (
     "measure",
     "piecewise",
     "runner",
-    "speculative",
 )
 _TORCH = Path(torch.__file__).parent
 _CGPLAN = Path(__file__).parents[1]

@@ -22,11 +22,7 @@ _OPERATORS = torch.library.Library("cgplan", "FRAGMENT")
 _bodies: dict[str, Callable[..., Any]] = {}
 
 
-def define_operator(
-    schema: str,
-    body: Callable[..., Any],
-    fake: Callable[..., Any],
-) -> None:
+def define_operator(schema: str, body: Callable[..., Any], fake: Callable[..., Any]) -> None:
     """For good; a second call exchanges the body."""
     name = schema.partition("(")[0]
     is_new = name not in _bodies
@@ -95,12 +91,7 @@ class ForwardContext:
     scope: CaptureScope | None = None
     derived: dict[str, Any] = field(default_factory=dict)
 
-    def derive(
-        self,
-        key: str,
-        device: torch.device,
-        make: Callable[[], T],
-    ) -> T:
+    def derive(self, key: str, device: torch.device, make: Callable[[], T]) -> T:
         """``make()``, once in a forward."""
         # a warm-up's tensors are not in the graph
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()

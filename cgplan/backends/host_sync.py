@@ -72,11 +72,7 @@ class Refusals:
     watched: Collection[int] = ()
     read: str | None = None
 
-    def refuse(
-        self,
-        operation: str,
-        tree: Any,
-    ) -> None:
+    def refuse(self, operation: str, tree: Any) -> None:
         needed = tensors_in(tree) if self.read is None else []
         if any(storage_id(tensor) in self.watched for tensor in needed):
             self.read = f"{operation}, at {blamed_line()}"
@@ -86,12 +82,7 @@ class Refusals:
         what = f"operator {operator} is tagged torch.Tag.cudagraph_unsafe"
         self._refuse(CaptureError, what, _REMEDY_OF_UNSAFE)
 
-    def _refuse(
-        self,
-        kind: type[CaptureError],
-        what: str,
-        remedy: str,
-    ) -> None:
+    def _refuse(self, kind: type[CaptureError], what: str, remedy: str) -> None:
         if not self.is_on:
             return
         message = f"{what}, at {blamed_line()}"

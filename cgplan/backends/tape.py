@@ -60,10 +60,7 @@ class TapeBackend(GraphBackend):
     name = TAPE
     is_tape = True
 
-    def __init__(
-        self,
-        pool_limit: int | None = None,
-    ) -> None:
+    def __init__(self, pool_limit: int | None = None) -> None:
         self.device = torch.device("cpu")
         self._pool_limit = pool_limit
         self._thread = _Thread()

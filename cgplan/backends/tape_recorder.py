@@ -175,6 +175,7 @@ class Recorder(DispatchMode):
         return result
 
 
+@dataclass(eq=False)
 class Tape:
     """Runs a forward once and keeps its ``steps`` on fixed memory.
 
@@ -183,25 +184,21 @@ class Tape:
         launches: None: not noted.
     """
 
-    def __init__(
-        self,
-        pool: TapePool,
-        generators: Mapping[int, torch.Generator],
-        launches: list[Launch] | None = None,
-    ) -> None:
-        self._generators = generators
+    pool: TapePool
+    generators: Mapping[int, torch.Generator]
+    launches: list[Launch] | None
+
+    def __post_init__(self) -> None:
         self.steps: list[Step] = []
         self.refusals = Refusals()
         self.notes: dict[str, None] = {}
-        self.launches = launches
-        self._pool = pool
         default = torch.default_generator
         self.before = _Before({default: default.get_state()})
-        for alias in pool.aliases.values():
+        for alias in self.pool.aliases.values():
             self.before.keep(alias)
 
     def _note_draw(self, generator: torch.Generator) -> None:
-        if number_of(generator) not in self._generators:
+        if number_of(generator) not in self.generators:
             raise CaptureError(
                 f"a generator that is not registered draws, at {blamed_line()}",
                 remedy="Keep it with the model, or pass it to backend.register_generator.",
@@ -214,7 +211,7 @@ class Tape:
         args: Args,
         kwargs: Kwargs,
     ) -> Any:
-        aliases = self._pool.aliases
+        aliases = self.pool.aliases
         before = _storages(func, tensors_in((args, kwargs)))
         for tensor in written_tensors(func, args, kwargs):
             storage = tensor.untyped_storage()
@@ -245,7 +242,7 @@ class Tape:
             if is_void or source._cdata in before:
                 continue
             if source._cdata not in blocks:
-                block = self._pool.take(source.nbytes())
+                block = self.pool.take(source.nbytes())
                 blocks[source._cdata] = block.copy_(source)
             results[i] = placed[i] = tensor_on(blocks[source._cdata], leaf)
         if self._makes_step(func, flat, placed):
@@ -291,14 +288,11 @@ class Tape:
 
     def _fixed(self, tensor: Tensor) -> Tensor:
         """Without a hold on its block, deaf to ``.data =``."""
-        alias = self._pool.aliases.get(tensor.untyped_storage()._cdata)
+        alias = self.pool.aliases.get(tensor.untyped_storage()._cdata)
         return tensor.detach() if alias is None else tensor_on(alias, tensor)
 
 
-def _storages(
-    func: Any,
-    given: list[Tensor],
-) -> set[int]:
+def _storages(func: Any, given: list[Tensor]) -> set[int]:
     found = set[int]()
     for tensor in given:
         if tensor.device.type not in ("cpu", "meta") or tensor.layout is not torch.strided:

@@ -82,10 +82,7 @@ class BatchCopy:
             torch._foreach_copy_(targets, sources)
         self.pad(values, stream)
 
-    def path(
-        self,
-        values: Values,
-    ) -> CopyIn:
+    def path(self, values: Values) -> CopyIn:
         """The quickest function like ``run``. Tensors narrower than the buffers, but for rows, are
         padded.
         """

@@ -108,10 +108,7 @@ class Stretches(Generic[T]):
         return self._values[index] if index >= 0 else None
 
 
-def audit(
-    graphs: ModelGraphs,
-    environment: Environment,
-) -> AuditReport:
+def audit(graphs: ModelGraphs, environment: Environment) -> AuditReport:
     """Look up every pointer of the graphs; ``compilation.audit`` at the capture gives operators and
     lines. Raises BackendError where nodes cannot be read.
     """
@@ -242,10 +239,7 @@ def pointers_of(
     return found
 
 
-def is_among(
-    handles: Collection[Any],
-    pool: Any,
-) -> bool:
+def is_among(handles: Collection[Any], pool: Any) -> bool:
     """A pool of torch, or one of cgplan with a few of those."""
     return pool in handles or any(handle in handles for handle in getattr(pool, "handles", ()))
 

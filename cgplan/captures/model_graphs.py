@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -130,19 +130,19 @@ class ModelGraphs:
     on_demand: bool = False
     state: State = None
     real_rows: RealRows | None = None
-    pool: InitVar[GraphPool | None] = None
+    pool: GraphPool | None = None
     ranks: RankSync = SINGLE_RANK
-    route: SplitRoute = field(init=False)
-    wrapper: CUDAGraphWrapper = field(init=False)
 
-    def __post_init__(self, pool: GraphPool | None) -> None:
+    def __post_init__(self) -> None:
+        self.route: SplitRoute
+        self.wrapper: CUDAGraphWrapper
         backend = self.backend
         state = self.state
         policy = self.config.compilation.address_policy
         self.pools = RunnerPools(
             self.config.compilation.pool,
             backend,
-            pool,
+            self.pool,
         )
         self.scope = CaptureScope(None, backend, address_check=policy)
         self.allocate_buffers(self.plan.keys)
@@ -219,11 +219,7 @@ class ModelGraphs:
         """Whether a replay runs Python between wrappers."""
         return mode is CUDAGraphMode.PIECEWISE and self.route.name == "wrappers"
 
-    def frozen(
-        self,
-        mode: CUDAGraphMode,
-        paths: Iterable[str],
-    ) -> list[str]:
+    def frozen(self, mode: CUDAGraphMode, paths: Iterable[str]) -> list[str]:
         """Paths that no replay changes."""
         if self.runs_python_again(mode):
             return []
@@ -258,11 +254,7 @@ class ModelGraphs:
         with cache, self.capture_answers(mode, capturing=False), span("warm-up"):
             return self.run(call, CUDAGraphMode.NONE, descriptor, self.views(descriptor))
 
-    def run_wrapped(
-        self,
-        key: Key,
-        tensors: Tensors,
-    ) -> Any:
+    def run_wrapped(self, key: Key, tensors: Tensors) -> Any:
         """Through the wrapper, which captures while the scope is open, and replays else."""
         mode, descriptor = key
         call = self.route.forward

@@ -73,11 +73,7 @@ class _Place(NamedTuple):
 class Places:
     """Where tensors lie at one moment."""
 
-    def __init__(
-        self,
-        found: Collection[_Place],
-        roots: Collection[str],
-    ) -> None:
+    def __init__(self, found: Collection[_Place], roots: Collection[str]) -> None:
         self.roots = roots
         self.by_path = {place.path: place for place in found}
         self.by_home = {place.home: place for place in found}
@@ -87,10 +83,7 @@ class Places:
         self._by_memory = Stretches((*places[0].memory, places) for places in tied.values())
 
     @classmethod
-    def of(
-        cls,
-        roots: Mapping[str, Any],
-    ) -> Places:
+    def of(cls, roots: Mapping[str, Any]) -> Places:
         found = list[_Place]()
         for place in Fingerprint.of(roots, _device()).of_tensors:
             whole = span_of(place.value)

@@ -77,11 +77,7 @@ class ById:
 class ByKey:
     __slots__ = ("key", "value")
 
-    def __init__(
-        self,
-        value: Any,
-        key: Any,
-    ) -> None:
+    def __init__(self, value: Any, key: Any) -> None:
         self.value = value
         self.key = type(value), key
 
@@ -170,10 +166,7 @@ def _flatten_other(
         form += kind, ById(value)
 
 
-def rebuild(
-    form: Iterator[Any],
-    tensors: Iterator[Any],
-) -> Any:
+def rebuild(form: Iterator[Any], tensors: Iterator[Any]) -> Any:
     kind = next(form)
     if kind is Tensor or is_tensor_type(kind):
         return next(tensors)

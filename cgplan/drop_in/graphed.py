@@ -55,11 +55,7 @@ class _OfMethod:
         return _OfMethod, ()
 
 
-def _forward(
-    graphs: weakref.ref[Graphed],
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+def _forward(graphs: weakref.ref[Graphed], *args: Any, **kwargs: Any) -> Any:
     # the bound method would keep its object
     return Graphed.forward(cast(Graphed, graphs()), *args, **kwargs)
 
@@ -75,11 +71,7 @@ class Graphed:
     _settings: Settings
     _name: str
 
-    def __init__(
-        self,
-        model: Callable[..., Any],
-        settings: Settings,
-    ) -> None:
+    def __init__(self, model: Callable[..., Any], settings: Settings) -> None:
         module = module_of(model)
         called = module.forward if module is model else model
         try:
@@ -105,19 +97,15 @@ class Graphed:
                 if hasattr(model, attribute):
                     self.__dict__[attribute] = getattr(model, attribute)
             self.__dict__["__signature__"] = signature
-        self._refuse_unknown_names()
-
-    def _refuse_unknown_names(self) -> None:
-        known = self._learner.signature.parameters
-        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
-            return
-        settings = self._settings
+        known = signature.parameters
+        takes_any = any(given.kind is given.VAR_KEYWORD for given in known.values())
         for argument, names in (("dynamic", settings.dynamic or {}), ("pad", settings.pad)):
-            for name in names:
-                if name.partition(".")[0] not in known:
-                    remedy = did_you_mean(name, known) + f"Arguments are {', '.join(known)}."
-                    what = f"{argument} names {name!r}, which is no argument of {self._name}"
-                    raise ConfigError(what, remedy=remedy)
+            for named in names:
+                if takes_any or named.partition(".")[0] in known:
+                    continue
+                remedy = did_you_mean(named, known) + f"Arguments are {', '.join(known)}."
+                what = f"{argument} names {named!r}, which is no argument of {name}"
+                raise ConfigError(what, remedy=remedy)
 
     def __get__(
         self,

@@ -263,11 +263,7 @@ class Inference:
             sizes=sizes,
         )
 
-    def _names_of(
-        self,
-        forward: ByName,
-        call: Call,
-    ) -> list[str]:
+    def _names_of(self, forward: ByName, call: Call) -> list[str]:
         """Raises ConfigError where settings name other tensors."""
         # tensors may come twice, marks do not
         marks = [torch.empty(0) for _ in call.tensors]

@@ -69,6 +69,7 @@ class _Point(NamedTuple):
     shapes: Shapes
 
 
+@dataclass(eq=False, repr=False)
 class Kind:
     """One kind of calls.
 
@@ -83,25 +84,20 @@ class Kind:
         waiting: Keys without room: times asked for, uses of all graphs before.
     """
 
-    def __init__(
-        self,
-        forward: ByName,
-        specs: dict[str, Input],
-        form: Form,
-        state: Any,
-        device: torch.device,
-    ) -> None:
+    forward: ByName
+    specs: dict[str, Input]
+    form: Form
+    state: Any
+    device: torch.device
+
+    def __post_init__(self) -> None:
         names = dict[str, None]()
-        for spec in specs.values():
+        for spec in self.specs.values():
             for extent in spec.extents:
                 if extent.symbol:
                     names[extent.symbol] = None
-        self.form = form
-        self.state = state
-        self.forward = forward
-        self.specs = specs
         self.names = tuple(names)
-        self._reader = BatchReader(specs, self.names, device)
+        self._reader = BatchReader(self.specs, self.names, self.device)
         self.dims: dict[str, Dim] = {}
         self.grows = set[str]()
         self.notes = list[str]()

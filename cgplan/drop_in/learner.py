@@ -6,7 +6,7 @@ import logging
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,9 +40,9 @@ logger = logging.getLogger(__name__)
 @dataclass(eq=False, repr=False)
 class Learner(Inference):
     name: str
-    backend: GraphBackend = field(init=False)
 
     def __post_init__(self) -> None:
+        self.backend: GraphBackend
         self.changed = Counter[str]()  # by path
         self._begin()
 
@@ -62,11 +62,7 @@ class Learner(Inference):
             self.detector.close()
         self._begin()
 
-    def tell_once(
-        self,
-        text: str,
-        subject: str | None = None,
-    ) -> None:
+    def tell_once(self, text: str, subject: str | None = None) -> None:
         subject = subject or text
         if subject not in self.notices and text not in self.notices.values():
             self.notices[subject] = text

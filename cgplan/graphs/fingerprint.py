@@ -641,7 +641,7 @@ def _changes_of(contents: Mapping[str, Contents]) -> list[Change]:
             found.append(Change(path, "its own", "another one"))
         elif has_length and has_keys:
             continue
-        elif not held.is_dict:
+        elif not issubclass(held.base, dict):
             where = None
             if held.base is list and length > held.length:
                 where = held, _ADDED

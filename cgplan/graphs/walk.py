@@ -140,15 +140,13 @@ class Contents:
     owner: Any = None
     holds: Literal["items", "attributes", "parts"] = "items"
     length: int = field(init=False)
-    is_dict: bool = field(init=False)
     keys: list[Any] = field(init=False)
     kind: type = field(init=False)
 
     def __post_init__(self) -> None:
         base = self.base
         self.length = base.__len__(self.value)
-        self.is_dict = issubclass(base, dict)
-        self.keys = list(base.__iter__(self.value)) if self.is_dict else []
+        self.keys = list(base.__iter__(self.value)) if issubclass(base, dict) else []
         self.kind = type(self.owner)
 
     def __getitem__(self, _: int) -> int | None:

@@ -221,12 +221,7 @@ class CUDAGraphWrapper:
                 entry.free()
                 del self.entries[key]
 
-    def _record(
-        self,
-        pool: Any,
-        args: Args,
-        kwargs: Kwargs,
-    ) -> Recorded:
+    def _record(self, pool: Any, args: Args, kwargs: Kwargs) -> Recorded:
         backend = self.backend
         graph = backend.new_graph(pool)
         given = list(args)
@@ -247,11 +242,7 @@ class CUDAGraphWrapper:
     def _copied_arguments(self, args: Args, pool: Any) -> tuple[int, ...]:  # noqa: ARG002
         return self.options.copied_arguments
 
-    def _fill(
-        self,
-        entry: CUDAGraphEntry,
-        args: Args,
-    ) -> None:
+    def _fill(self, entry: CUDAGraphEntry, args: Args) -> None:
         for i, slot in entry.slots.items():
             given: Any = args[i] if i < len(args) else None
             fits = isinstance(given, Tensor) and given.shape == slot.shape

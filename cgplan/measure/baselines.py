@@ -365,19 +365,21 @@ def _ready(baselines: Sequence[Baseline]) -> list[Baseline]:
     return [baseline for baseline in baselines if baseline.record.failure is None]
 
 
+@dataclass(eq=False)
 class Comparison:
     """Results of a runner's model, each from the same inputs, state and seed, which stay."""
 
+    runner: GraphRunner
+    batches: Sequence[BenchBatch]
+    seed: int = 0
+    repeats: int = 1
     capture_seconds: float | None = None
-    keys = 0
+    keys: int = 0
 
-    def __init__(
-        self, runner: GraphRunner, batches: Sequence[BenchBatch], seed: int = 0, repeats: int = 1
-    ) -> None:
-        self.runner = runner
-        self.batches = batches
-        self.repeats = repeats
-        self._seed = seed
+    def __post_init__(self) -> None:
+        runner = self.runner
+        batches = self.batches
+        seed = self.seed
         self._inputs: list[tuple[Tensor, Tensor]] = []
         for batch in batches:
             self._inputs += [(tensor, tensor.clone()) for tensor in batch.tensors.values()]
@@ -512,7 +514,7 @@ class Comparison:
             return None, _UNSTEADY
         call = baseline.calls[size]
         with random_state_kept(self.runner.backend.device, self._generators):
-            found = self._run(call, self._seed)
+            found = self._run(call, self.seed)
             difference = deviation(found, self._outputs[size])
             self.restore()
         if difference is None:

@@ -32,8 +32,18 @@ def compile_for_all_sizes(module: fx.GraphModule) -> Function:
     is_alone = not isinstance(output, tuple | list)
 
     def call(*args: Any) -> Any:
-        # an eager piece may give another layout than the trace
-        ordered = map(_in_order, args, orders)
+        ordered = []
+        for value, order in zip(args, orders, strict=False):
+            # an eager piece may give another layout than the trace
+            if order is not None and not value.permute(order).is_contiguous():
+                like = torch.empty_permuted(
+                    value.shape,
+                    order,
+                    dtype=value.dtype,
+                    device=value.device,
+                )
+                value = like.copy_(value)
+            ordered.append(value)
         result = compiled(*ordered)
         # versions of torch differ
         if is_alone and isinstance(result, tuple | list):
@@ -63,20 +73,6 @@ def _order_of(traced: Any) -> Order | None:
 
 def _hints(numbers: Sequence[Any]) -> list[Any]:
     return [n.node.hint if isinstance(n, SymInt) else n for n in numbers]
-
-
-def _in_order(value: Any, order: Order | None) -> Any:
-    if order is None:
-        return value
-    if value.permute(order).is_contiguous():
-        return value
-    ordered = torch.empty_permuted(
-        value.shape,
-        order,
-        dtype=value.dtype,
-        device=value.device,
-    )
-    return ordered.copy_(value)
 
 
 def structure_of(module: fx.GraphModule) -> Any:

@@ -162,11 +162,7 @@ def refuse_unknown_ops(splitting_ops: Sequence[str] | None) -> None:
         )
 
 
-def _unusable(
-    wanted: str,
-    known: Collection[str],
-    then: str,
-) -> ConfigError:
+def _unusable(wanted: str, known: Collection[str], then: str) -> ConfigError:
     hint = did_you_mean(
         wanted,
         known,

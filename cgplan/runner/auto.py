@@ -122,10 +122,7 @@ class Trials:
     anyway: bool = False
     before_key: BeforeKey | None = None
 
-    def choose(
-        self,
-        use: Callable[[Config, Plan, SplitRoute | None], T],
-    ) -> T:
+    def choose(self, use: Callable[[Config, Plan, SplitRoute | None], T]) -> T:
         """``use`` gets what ``choose_mode`` gives, and the trial's traces."""
         refuse_unknown_ops(self.config.compilation.splitting_ops)
         file = self._choice_file()
@@ -144,10 +141,7 @@ class Trials:
         choice.notes += failed
         return use(*self._planned(choice), route)
 
-    def _planned(
-        self,
-        choice: Choice,
-    ) -> tuple[Config, Plan]:
+    def _planned(self, choice: Choice) -> tuple[Config, Plan]:
         chosen = choice.compilation
         changed = {name: getattr(chosen, name) for name in chosen.model_fields_set}
         mode = chosen.cudagraph_mode
@@ -347,10 +341,7 @@ def _keep_choice(file: Path | None, text: str) -> None:
         logger.info("AUTO's choice is not kept: %s", error)
 
 
-def _without(
-    compilation: CompilationConfig,
-    failed: list[str],
-) -> tuple[str, CompilationConfig]:
+def _without(compilation: CompilationConfig, failed: list[str]) -> tuple[str, CompilationConfig]:
     modules = (*compilation.splitting_modules, *failed)
     update = {
         "cudagraph_mode": CUDAGraphMode.PIECEWISE,
@@ -360,10 +351,7 @@ def _without(
     return f"PIECEWISE without {', '.join(modules)}", compilation.changed(**update)
 
 
-def _cannot_win(
-    compilation: CompilationConfig,
-    candidates: Sequence[Candidate],
-) -> str:
+def _cannot_win(compilation: CompilationConfig, candidates: Sequence[Candidate]) -> str:
     """Why no trial is needed, or nothing."""
     for candidate in candidates:
         tried = candidate.compilation
@@ -473,10 +461,7 @@ def _ways(
 
 
 @contextmanager
-def _failing_module(
-    model: Callable[..., Any],
-    failed: list[str],
-) -> Iterator[None]:
+def _failing_module(model: Callable[..., Any], failed: list[str]) -> Iterator[None]:
     """``failed`` gets the innermost module that raised."""
     names = dict[int, str]()
     last: BaseException | None = None

@@ -171,11 +171,7 @@ class CaptureSession:
             raise failure from error
         return captured
 
-    def _prove(
-        self,
-        graphs: ModelGraphs,
-        plan: Plan,
-    ) -> None:
+    def _prove(self, graphs: ModelGraphs, plan: Plan) -> None:
         twin: GraphRunner | None = None
         has_wrappers = None in map(graphs.entry, plan.keys)
         if graphs.is_alone and not graphs.on_demand and not has_wrappers:
