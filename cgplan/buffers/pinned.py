@@ -98,7 +98,25 @@ class StagingBlocks:
         """
         at = self._at
         if at + nbytes > self._end or stream != self._stream:
-            at = self._next_block(nbytes, stream)
+            if self._end and self._stream is not None:
+                self._fences[self._turn] = self._new_fence(self._stream)
+            self._turn = 1 - self._turn
+            fence = self._fences[self._turn]
+            if not self._blocks or self._blocks[0].nbytes < nbytes:
+                self.close()
+                size = max(LEAST_BYTES, 1 << (nbytes - 1).bit_length())
+                both = (
+                    self._allocate(size),
+                    self._allocate(size),
+                )
+                self._blocks += both  # or none
+            elif fence is not None:
+                fence.synchronize()
+                self._fences[self._turn] = None
+            block = self._blocks[self._turn]
+            at = block.data_ptr()
+            self._end = at + block.nbytes
+            self._stream = stream
         self._at = at + nbytes
         return at
 
@@ -108,25 +126,3 @@ class StagingBlocks:
         self._fences = [None, None]
         self._at = 0
         self._end = 0
-
-    def _next_block(
-        self,
-        nbytes: int,
-        stream: int,
-    ) -> int:
-        if self._end and self._stream is not None:
-            self._fences[self._turn] = self._new_fence(self._stream)
-        self._turn = 1 - self._turn
-        fence = self._fences[self._turn]
-        if not self._blocks or self._blocks[0].nbytes < nbytes:
-            self.close()
-            size = max(LEAST_BYTES, 1 << (nbytes - 1).bit_length())
-            self._blocks += [self._allocate(size), self._allocate(size)]  # both or none
-        elif fence is not None:
-            fence.synchronize()
-            self._fences[self._turn] = None
-        block = self._blocks[self._turn]
-        start = block.data_ptr()
-        self._end = start + block.nbytes
-        self._stream = stream
-        return start

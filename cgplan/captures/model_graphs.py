@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -542,10 +542,13 @@ class ModelGraphs:
         """For good."""
         ranks = self.ranks
         self.ranks = SINGLE_RANK
-        with ExitStack() as stack:
-            stack.callback(self._free)
-            stack.callback(ranks.release)
+        try:
             self.backend.synchronize()
+        finally:
+            try:
+                ranks.release()
+            finally:
+                self._free()
 
     def _free(self) -> None:
         self._reset()

@@ -93,10 +93,9 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
         the descriptor; CaptureError where the model cannot be captured.
         """
         context = current_forward_context()
-        is_piecewise = context is not None and context.runtime_mode is CUDAGraphMode.PIECEWISE
         if context is None or context.scope is None:
             batch = self._reader.read(inputs)
-            if context is not None and is_piecewise:
+            if context is not None and context.runtime_mode is CUDAGraphMode.PIECEWISE:
                 self._reader.refuse_other(batch, context.descriptor)
         return super().__call__(**inputs)
 
