@@ -173,7 +173,6 @@ class Copier:
         copy_inputs: Else tensors from elsewhere are an InputError.
     """
 
-    name = "torch operators"
     batch_copy: type[BatchCopy] = BatchCopy
 
     def __init__(

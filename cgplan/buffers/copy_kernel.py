@@ -379,7 +379,6 @@ class KernelBatchCopy(BatchCopy):
 
 
 class KernelCopier(Copier):
-    name = "one kernel"
     batch_copy = KernelBatchCopy
 
     def __init__(

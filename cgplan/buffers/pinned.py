@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -33,23 +33,6 @@ def fence_behind(handle: int, device: torch.device) -> torch.cuda.Event:
     return event
 
 
-def empty_pinned(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Raises CgplanError if the host has no more."""
-    try:
-        return torch.empty(
-            tuple(shape),
-            dtype=dtype,
-            device="cpu",
-            pin_memory=True,
-        )
-    except RuntimeError as error:
-        raise CgplanError(
-            f"no pinned memory on the host for {list(shape)} elements of {dtype}: "
-            f"{first_line(error)}",
-            remedy="Free memory of the host, pass tensors on the device, or use runner.stage.",
-        ) from error
-
-
 def _release(wait: Callable[[], None], blocks: list[Tensor]) -> None:
     if blocks:
         wait()
@@ -63,18 +46,15 @@ class StagingBlocks:
     Args:
         new_fence: After a stream's work, by handle.
         wait: For the device.
-        allocate: The device reads it under the host's address.
     """
 
     def __init__(
         self,
         new_fence: Callable[[int], Fence],
         wait: Callable[[], None],
-        allocate: Callable[[int], Tensor] = lambda nbytes: empty_pinned([nbytes], torch.uint8),
     ) -> None:
         self._new_fence = new_fence
         self._wait = wait
-        self._allocate = allocate
         self._blocks: list[Tensor] = []
         self._fences: list[Fence | None] = [None, None]
         self._turn = 0
@@ -105,11 +85,7 @@ class StagingBlocks:
             if not self._blocks or self._blocks[0].nbytes < nbytes:
                 self.close()
                 size = max(LEAST_BYTES, 1 << (nbytes - 1).bit_length())
-                both = (
-                    self._allocate(size),
-                    self._allocate(size),
-                )
-                self._blocks += both  # or none
+                self._blocks += [self.allocate(size), self.allocate(size)]  # both or none
             elif fence is not None:
                 fence.synchronize()
                 self._fences[self._turn] = None
@@ -119,6 +95,22 @@ class StagingBlocks:
             self._stream = stream
         self._at = at + nbytes
         return at
+
+    def allocate(self, nbytes: int) -> Tensor:
+        """The device reads it under its address. Raises CgplanError if the host has no more."""
+        try:
+            return torch.empty(
+                nbytes,
+                dtype=torch.uint8,
+                device="cpu",
+                pin_memory=True,
+            )
+        except RuntimeError as error:
+            raise CgplanError(
+                f"no pinned memory on the host for [{nbytes}] elements of torch.uint8: "
+                f"{first_line(error)}",
+                remedy="Free memory of the host, pass tensors on the device, or use runner.stage.",
+            ) from error
 
     def close(self) -> None:
         """Waits for the device."""

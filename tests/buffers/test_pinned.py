@@ -14,7 +14,6 @@ from torch import Tensor
 
 import cgplan
 from cgplan import Input
-from cgplan.buffers import pinned
 from cgplan.buffers.pinned import StagingBlocks
 from cgplan.errors import CgplanError
 
@@ -31,6 +30,13 @@ class Fence:
         self.waited += 1
 
 
+class Plain(StagingBlocks):
+    """In plain memory."""
+
+    def allocate(self, nbytes: int) -> Tensor:
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+
 def blocks_of(fences: list[Fence] | None = None, waits: list[str] | None = None) -> StagingBlocks:
     """Staging blocks in plain memory."""
 
@@ -44,7 +50,7 @@ def blocks_of(fences: list[Fence] | None = None, waits: list[str] | None = None)
         if waits is not None:
             waits.append("wait")
 
-    return StagingBlocks(new_fence, wait, lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8))
+    return Plain(new_fence, wait)
 
 
 def test_blocks_are_filled_before_the_other_one_is_taken() -> None:
@@ -92,7 +98,7 @@ def test_bytes_in_flight_are_never_handed_out(takes: list[tuple[int, int]], dept
     def wait() -> None:
         in_flight[:] = [(0, 0, stream) for _, _, stream in in_flight]
 
-    blocks = StagingBlocks(Behind, wait, lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8))
+    blocks = Plain(Behind, wait)
     for nbytes, stream in takes:
         start = blocks.take(nbytes, stream)
         assert start % 16 == 0
@@ -141,4 +147,4 @@ def test_host_tensors_under_a_default_device() -> None:
         runner = cgplan.capture(lambda x: x * 2, {"x": wide}, device="cuda")
         x = torch.ones(8, 2048, device="cpu")
         same(runner(x=x).cpu(), x * 2)
-    assert pinned.empty_pinned([64], torch.uint8).is_pinned()
+    assert StagingBlocks(Fence, lambda: None).allocate(64).is_pinned()
