@@ -12,6 +12,37 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from cgplan.backends import MemoryReading
 from cgplan.backends.tape import TapeBackend
+from cgplan.backends.tape_recorder import TapePool
+
+
+class LimitedPool(TapePool):
+    limit = 0
+
+    def _new_segment(self, size: int) -> int:
+        if self.nbytes + size > self.limit:
+            raise torch.OutOfMemoryError(
+                f"tape pool out of memory: {size} bytes asked for, {self.nbytes} of {self.limit} reserved"
+            )
+        return super()._new_segment(size)
+
+
+def limited(pool: TapePool, limit: int | None) -> TapePool:
+    """The pool, which holds ``limit`` bytes at most; beyond them ``take`` raises torch.OutOfMemoryError."""
+    if limit is not None:
+        pool.__class__ = LimitedPool
+        pool.limit = limit  # type: ignore[attr-defined]
+    return pool
+
+
+class LimitedTape(TapeBackend):
+    """Of each pool ``limit`` bytes."""
+
+    def __init__(self, limit: int | None) -> None:
+        super().__init__()
+        self.limit = limit
+
+    def new_pool(self) -> TapePool:
+        return limited(super().new_pool(), self.limit)
 
 
 class WithDriver(TapeBackend):

@@ -17,6 +17,7 @@ import torch
 import torch.distributed._functional_collectives as functional_collectives
 from checks import Tally, capture
 from decoder import Decoder, build, example_batch
+from devices import LimitedTape
 from typer.testing import CliRunner
 
 import cgplan
@@ -426,7 +427,7 @@ def killed_in(rank: int, victim: int, phase: str) -> None:
 
 def oom(rank: int, budget: bool) -> Any:
     """Rank 1's pool holds less than the graphs need."""
-    backend = TapeBackend(pool_limit=300 if rank == 1 else None)
+    backend = LimitedTape(300 if rank == 1 else None)
     settings = {"budget": {"max_graphs": 2}} if budget else {}
     with session(backend=backend, **settings) as (ranks, _, capture):
         runner = capture.run()

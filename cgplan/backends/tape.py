@@ -55,14 +55,11 @@ class _Thread(threading.local):
 
 
 class TapeBackend(GraphBackend):
-    """``pool_limit``: bytes of each pool."""
-
     name = TAPE
     is_tape = True
 
-    def __init__(self, pool_limit: int | None = None) -> None:
+    def __init__(self) -> None:
         self.device = torch.device("cpu")
-        self._pool_limit = pool_limit
         self._thread = _Thread()
         self._own_pools = weakref.WeakSet[TapePool]()
         self._logs_operators = False
@@ -73,7 +70,7 @@ class TapeBackend(GraphBackend):
         self._generators[number_of(generator)] = generator
 
     def new_pool(self) -> TapePool:
-        pool = TapePool(self._pool_limit, self)
+        pool = TapePool(self)
         _pools.add(pool)
         self._own_pools.add(pool)
         return pool

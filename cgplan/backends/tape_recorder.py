@@ -111,7 +111,12 @@ class Recorder(DispatchMode):
         finally:
             self.leave()
 
-    def see(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    def see(
+        self,
+        func: Any,
+        args: Args,
+        kwargs: Kwargs,
+    ) -> Any:
         tape = self.tape
         if tape is None:
             return func(*args, **kwargs)
@@ -343,23 +348,15 @@ ALIGNMENT = 64  # bytes, as torch
 class TapePool:
     """Blocks of host memory, freed by the last tensor on them.
 
-    Args:
-        limit: In bytes; beyond it ``take`` raises torch.OutOfMemoryError.
-
     Attributes:
         aliases: A second storage of each taken block, without a hold, by the first one's address.
     """
 
-    def __init__(
-        self,
-        limit: int | None = None,
-        backend: object = None,
-    ) -> None:
+    def __init__(self, backend: object = None) -> None:
         self.backend = backend
         self.aliases: dict[int, torch.UntypedStorage] = {}
         self.graphs = weakref.WeakSet[object]()
         self.nbytes = 0  # reserved, taken or free
-        self._limit = limit
         self._segments: dict[int, NDArray[np.uint8]] = {}  # by address
         self._free: dict[int, int] = {}  # lengths by address
 
@@ -436,11 +433,6 @@ class TapePool:
         self._free[start] = end - start
 
     def _new_segment(self, size: int) -> int:
-        if self._limit is not None and self.nbytes + size > self._limit:
-            raise torch.OutOfMemoryError(
-                f"tape pool out of memory: {size} bytes asked for, {self.nbytes} of {self._limit} "
-                "reserved"
-            )
         raw = np.empty(size + ALIGNMENT, np.uint8)
         skipped = -raw.ctypes.data % ALIGNMENT
         segment = raw[skipped : skipped + size]

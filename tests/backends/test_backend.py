@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checks import MIB, back_at, capture, reserved, same
+from devices import LimitedTape
 from torch import Tensor, nn
 
 from cgplan.backends import GraphBackend, cuda, select_backend
@@ -295,7 +296,7 @@ def test_an_exception_inside_a_capture_leaves_no_trace(backend: GraphBackend) ->
 def test_memory_that_runs_out_is_told_and_given_back(backend: GraphBackend) -> None:
     x = torch.ones(MIB, device=backend.device)
     if isinstance(backend, TapeBackend):
-        backend = TapeBackend(pool_limit=20 * MIB)
+        backend = LimitedTape(20 * MIB)
     before, pool = reserved(backend), backend.new_pool()
     if backend.device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction((before + 64 * MIB) / backend.memory().total)

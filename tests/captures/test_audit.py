@@ -10,6 +10,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from devices import limited
 from torch import Tensor, nn
 
 import cgplan
@@ -468,12 +469,11 @@ def test_a_second_capture_without_memory_is_said(
     if not backend.is_tape:
         pytest.skip("pools of the tape have a limit")
     made = list[TapePool]()
-    with_limit = type(backend).new_pool
+    by_tape = type(backend).new_pool
 
     def new_pool(tape: Any) -> TapePool:
         is_second = any(pool.graphs for pool in made)
-        monkeypatch.setattr(tape, "_pool_limit", 64 if is_second else None)
-        made.append(with_limit(tape))
+        made.append(limited(by_tape(tape), 64 if is_second else None))
         return made[-1]
 
     monkeypatch.setattr(type(backend), "new_pool", new_pool)

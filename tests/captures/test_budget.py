@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from checks import reserved, same
-from devices import WithDriver
+from devices import LimitedTape, WithDriver
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -389,11 +389,11 @@ def test_a_budget_that_is_known_to_pay_for_nothing_says_so() -> None:
 
 def test_without_a_budget_running_out_of_memory_is_an_error() -> None:
     with pytest.raises(CaptureMemoryError, match="out of memory"):
-        open_runner({}, backend=TapeBackend(pool_limit=4 * POOL_ROW))
+        open_runner({}, backend=LimitedTape(4 * POOL_ROW))
 
 
 def test_under_a_budget_running_out_of_memory_at_large_sizes_leaves_small_ones() -> None:
-    backend = TapeBackend(pool_limit=4 * POOL_ROW)
+    backend = LimitedTape(4 * POOL_ROW)
     runner = open_runner({"memory": "1GiB"}, backend=backend)
     assert captured_sizes(runner) == [4, 2, 1]
     budget = budget_of(runner)

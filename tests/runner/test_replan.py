@@ -23,7 +23,7 @@ from decoding import (
     one_thread,
     prompts,
 )
-from devices import Unowned, Watching, WithDriver
+from devices import LimitedTape, Unowned, Watching, WithDriver
 
 from cgplan.backends import GraphBackend
 from cgplan.backends.tape import TapeBackend
@@ -408,7 +408,7 @@ def test_a_piecewise_key_that_fails_half_way_leaves_nothing(backend: GraphBacken
     [("max_graphs", {"max_graphs": 1}), ("capture_time", {"capture_time": 1e-9}), ("device", {})],
 )
 def test_limits_cost_single_keys(limit: str, budget: dict[str, Any]) -> None:
-    backend = TapeBackend(pool_limit=5 * 4 * WIDTH * 4 if limit == "device" else None)
+    backend = LimitedTape(5 * 4 * WIDTH * 4 if limit == "device" else None)
     model = Net(backend)
     runner = open_runner(backend, "lazy", model, budget=budget)
     if limit != "capture_time":

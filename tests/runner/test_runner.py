@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from checks import MIB, Tally, back_at, reserved, same
+from devices import LimitedTape
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._device import DeviceContext
@@ -954,7 +955,7 @@ def test_errors_of_the_caller_pass_through_and_free_all(backend: GraphBackend) -
 def short_of_memory(backend: GraphBackend, limit: int) -> Iterator[GraphBackend]:
     """The backend, or one like it, that has ``limit`` bytes left."""
     if isinstance(backend, TapeBackend):
-        yield TapeBackend(pool_limit=limit)
+        yield LimitedTape(limit)
         return
     reading = backend.memory()
     torch.cuda.set_per_process_memory_fraction((reading.reserved + limit) / reading.total)
