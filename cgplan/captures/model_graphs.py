@@ -33,7 +33,6 @@ from cgplan.piecewise.breaks import any_breaks
 from cgplan.piecewise.routes import SplitRoute, choose_route
 from cgplan.piecewise.split import refuse_missing_ops
 from cgplan.planning import Plan
-from cgplan.planning.build import DEFAULT_SPLITTING_OPS
 from cgplan.planning.costs import widest
 from cgplan.reports.records import StateRecord
 
@@ -613,7 +612,7 @@ class Rehearsal:
         route = graphs.route
         model = graphs.model
         is_piecewise = mode is CUDAGraphMode.PIECEWISE
-        split = self._split_at() if is_piecewise else ()
+        split = route.splitting_ops if is_piecewise else ()
         breaks = route.breaks if is_piecewise else None
         if breaks is not None:
             model = partial(breaks.forward, model)
@@ -653,14 +652,6 @@ class Rehearsal:
         if is_piecewise and route.name in ("modules", "wrappers"):
             route.operators = found.operators
         self._note_found(mode, found, views.values())
-
-    def _split_at(self) -> Iterable[str]:
-        by_route = {"ops": DEFAULT_SPLITTING_OPS, "modules": ()}
-        name = self._graphs.route.name
-        if name not in by_route:
-            return ()
-        given = self._graphs.config.compilation.splitting_ops
-        return by_route[name] if given is None else given
 
     def _note_found(
         self,

@@ -20,6 +20,7 @@ from cgplan.piecewise.breaks import Breaks
 from cgplan.piecewise.split import Piece, refuse_unknown_ops
 from cgplan.piecewise.trace import PiecewiseModel
 from cgplan.planning import Plan
+from cgplan.planning.build import DEFAULT_SPLITTING_OPS
 from cgplan.reports.records import SplitRecord
 from cgplan.units import listed
 
@@ -47,6 +48,7 @@ class SplitRoute:
     splitter: PiecewiseBackend | None = None
     breaks: Breaks | None = field(default=None, repr=False)
     operators: Mapping[Part, Counter[str]] | None = None
+    splitting_ops: Sequence[str] = ()
 
     @property
     def pieces(self) -> Sequence[Piece]:
@@ -135,11 +137,12 @@ def choose_route(
     """
     compilation = config.compilation
     piecewise = any(mode is CUDAGraphMode.PIECEWISE for mode, _ in plan.keys)
+    ops = compilation.splitting_ops
     is_compiled = compilation.compiler == "inductor"
     name = compilation.piecewise
     if name == "auto":
         by_modules = bool(compilation.splitting_modules)
-        if piecewise and not by_modules and compilation.splitting_ops is None:
+        if piecewise and not by_modules and ops is None:
             by_modules = calls_breaks()
         name = "modules" if by_modules else "ops"
     if is_compiled and piecewise and name != "ops":
@@ -149,7 +152,7 @@ def choose_route(
         )
     # else the first capture finds them
     if piecewise and name != "wrappers" and compilation.is_lazy:
-        refuse_unknown_ops(compilation.splitting_ops)
+        refuse_unknown_ops(ops)
     if is_compiled or (piecewise and name == "ops"):
         if not piecewise:
             config = config.with_values("compilation", splitting_ops=())
@@ -162,13 +165,14 @@ def choose_route(
             warm=split.traced,
             chain=split if piecewise else None,
             splitter=split.splitter,
+            splitting_ops=DEFAULT_SPLITTING_OPS if ops is None else ops,
         )
     if not piecewise or name == "wrappers":
         return SplitRoute(name if piecewise else "full", model, model, model)
     breaks = Breaks(
         model,
         compilation.splitting_modules,
-        compilation.splitting_ops or (),
+        ops or (),
         backend.device.type,
     )
     wrapper = BreakableCUDAGraphWrapper(
@@ -176,7 +180,15 @@ def choose_route(
         backend=backend,
         options=CUDAGraphOptions(address_check=compilation.address_policy),
     )
-    return SplitRoute("modules", wrapper, model, model, chain=wrapper, breaks=breaks)
+    return SplitRoute(
+        name="modules",
+        forward=wrapper,
+        whole=model,
+        warm=model,
+        chain=wrapper,
+        breaks=breaks,
+        splitting_ops=ops or (),
+    )
 
 
 def _static_sizes(plan: Plan, compilation: CompilationConfig) -> set[int]:
