@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -931,21 +931,24 @@ def test_a_capture_calls_another_drop_in_that_captures_elsewhere(backend: GraphB
 
     outer = cgplan.graphed(forward)
     x = torch.randn(2, 4, device=backend.device)
-    with torch.no_grad():
-        for _ in range(2):
-            inner(x)
-            outer(x)
-        other = threading.Thread(target=outer, args=(x,))
-        other.start()
-        began.wait(30)
-        third = threading.Thread(target=inner, args=(x,))  # it waits for the capture
-        third.start()
-        time.sleep(0.5)
-        may_go.set()
-        other.join(60)
-        third.join(60)
-        assert not other.is_alive()
-        assert not third.is_alive()
+
+    @torch.no_grad()
+    def call(g: Callable[[Tensor], Tensor]) -> None:
+        g(x)
+
+    call(outer)
+    call(outer)  # each of them captures in its next call
+    other = threading.Thread(target=call, args=(outer,))
+    other.start()
+    assert began.wait(30)
+    third = threading.Thread(target=call, args=(inner,))  # it waits for the capture
+    third.start()
+    time.sleep(0.5)
+    may_go.set()
+    other.join(30)
+    third.join(30)
+    assert not other.is_alive()
+    assert not third.is_alive()
 
 
 def test_an_attribute_is_deleted_through_the_drop_in() -> None:
