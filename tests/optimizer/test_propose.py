@@ -132,13 +132,14 @@ def test_the_number_of_a_plan_given_again_is_its_number(
 ) -> None:
     seen = traffic({StepShape(n, n, True): float(count) for n, count in weights.items()})
     graphs = most
-    found = []
+    found = list[int]()
     for _ in range(3):
         config = config_of(mode, budget={"max_graphs": graphs} if graphs else {})
-        made = propose(config, seen, TIMES, insurance=insurance)
-        graphs = len(made.plan.keys)
+        asked, graphs = graphs, len(propose(config, seen, TIMES, insurance=insurance).plan.keys)
         found.append(graphs)
-    assert found[1:] == [graphs, graphs]
+        if graphs == asked:
+            break  # the same question again has the same answer
+    assert graphs == asked
     assert most is None or found[0] == graphs
 
 
