@@ -74,7 +74,7 @@ RUNTIME_MODES = (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
 
 
 class AttentionSupport(_Named, IntEnum):
-    """The batches whose attention can stand inside a graph."""
+    """The batches whose attention a graph can hold."""
 
     NEVER = 0
     UNIFORM_SINGLE_TOKEN_DECODE = 1

@@ -203,7 +203,7 @@ class CudaBackend(GraphBackend):
         assert not graph.captured, "a graph is captured once"
         stream = torch.cuda.current_stream(self.device)
         if torch.cuda.is_current_stream_capturing():
-            raise CaptureError("a capture inside another one", remedy="End the first one before.")
+            raise CaptureError("a capture inside another one", remedy="End the open one first.")
         if stream == torch.cuda.default_stream(self.device):
             raise CaptureError(
                 "a capture on the default stream", remedy="Capture inside backend.session()."
@@ -219,7 +219,7 @@ class CudaBackend(GraphBackend):
             self._forget(graph)
             raise CaptureError(
                 f"the capture did not begin: {first_line(error)}",
-                remedy="See what failed on the GPU before.",
+                remedy="Look for an earlier failure on the GPU.",
             ) from error
         graph.stream = stream
         graph.pool.graphs.add(graph)
@@ -248,7 +248,7 @@ class CudaBackend(GraphBackend):
                 ) from error
             raise CaptureError(
                 f"the graph cannot be instantiated: {line}",
-                remedy="See what failed on the GPU before.",
+                remedy="Look for an earlier failure on the GPU.",
             ) from error
         graph.captured = True
 
@@ -419,7 +419,7 @@ class CudaBackend(GraphBackend):
             yield
             return
         if torch.cuda.is_current_stream_capturing():  # synchronising would end it
-            raise CaptureError("a capture inside another one", remedy="End the first one before.")
+            raise CaptureError("a capture inside another one", remedy="End the open one first.")
         with torch.cuda.device(self.device), gc_paused():
             torch.cuda.synchronize()
             try:

@@ -93,7 +93,7 @@ class TapeBackend(GraphBackend):
         if self.is_capturing():
             raise CaptureError(
                 "a capture inside another one",
-                remedy="End the first one before.",
+                remedy="End the open one first.",
             )
         tape = Tape(
             graph.pool,

@@ -103,8 +103,7 @@ class BatchReader:
                 seen = counts.setdefault(extent.symbol, count)
                 if seen != count:
                     raise InputError(
-                        f"input {name!r} is a batch of {extent.symbol} = {count}, but {by!r} of "
-                        f"{seen}",
+                        f"input {name!r} has {extent.symbol} = {count}, but {by!r} has {seen}",
                         remedy="Give all inputs of a call the same batch.",
                     )
         reqs = counts.get("num_reqs")
@@ -128,7 +127,7 @@ class BatchReader:
                 raise InputError(
                     f"the inputs are a batch of {symbol} = {count}, the forward context's "
                     f"descriptor says {wanted!r}",
-                    remedy="Pad the inputs to the size of the descriptor, or pass theirs.",
+                    remedy="Pad the inputs to that size, or give their descriptor.",
                 )
 
     def _check(self, name: str, value: Tensor, dtype: torch.dtype) -> None:

@@ -145,8 +145,7 @@ class BatchCopy:
             )
         if not self._copy_inputs:
             raise InputError(
-                f"input {name!r} does not lie in its static buffer, and "
-                "cudagraph_copy_inputs is false",
+                f"input {name!r} is not in its static buffer, and cudagraph_copy_inputs is false",
                 remedy="Write into the tensors of runner.stage(...) or runner.input_views(...), "
                 "or set cudagraph_copy_inputs: true.",
             )

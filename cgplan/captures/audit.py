@@ -174,10 +174,10 @@ def audit_error(report: AuditReport) -> AuditError:
     if len(texts) > _SHOWN:
         lines += "\n  and more"
     error = AuditError(
-        f"{counted(len(report.findings), 'pointer')} of captured graphs into memory that is not "
+        f"captured graphs have {counted(len(report.findings), 'pointer')} into memory that is not "
         f"the runner's:{lines}",
-        remedy="Keep what graphs read in the model or in inputs; capture again where it "
-        "was replaced.",
+        remedy="Hold the tensors in the model, or pass them as inputs; capture again after a "
+        "replacement.",
     )
     error.report = report
     return error
@@ -480,7 +480,7 @@ class Owners:
         if not places:
             return ""
         near = min(places, key=lambda place: abs(place - address))
-        return f", where {self._at_capture[near]} lay at capture"
+        return f", where {self._at_capture[near]} was at capture"
 
 
 def _state(graphs: ModelGraphs) -> Iterator[tuple[int, int, Owner]]:

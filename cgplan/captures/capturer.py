@@ -249,8 +249,7 @@ class Capturer:
     def refuse_uncomputed(self) -> None:
         if self._may_be_uncomputed and self._graphs.pools.left_bytes:
             raise CaptureError(
-                "the model keeps tensors of a capture that failed without a warm-up, which no "
-                "kernel has computed",
+                "the model keeps tensors of a capture that failed without a warm-up",
                 remedy=REBUILD_AND_WARM_UP,
             )
 

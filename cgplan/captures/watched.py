@@ -307,8 +307,7 @@ class GraphWatch:
                 raise AuditError(
                     f"{watched.name}, captured at {watched.stack[0]}, reads {name}, which was "
                     "freed",
-                    remedy="Keep what graphs read, and write into it; capture again where it was "
-                    "replaced.",
+                    remedy="Keep the tensor and write into it, or capture again afterwards.",
                 )
 
     def forget(self, graph: Any) -> None:

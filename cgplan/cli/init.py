@@ -61,7 +61,7 @@ def _of_call(
         except Exception as error:  # of the model's code
             raise ModelError(
                 f"{target} does not take what {call} returns: {type(error).__name__}: {error}",
-                remedy="Return a tensor, a sequence or a mapping by name, for the forward.",
+                remedy="Return the forward's arguments: a tensor, sequence, or mapping by name.",
             ) from error
     return graphs.config_text(target, kwargs)
 
@@ -164,7 +164,7 @@ def _guess(
             "a function"
         )
     else:
-        reason = "nothing in the code told it; correct it"
+        reason = "the code does not say it; correct it"
     return InputGuess(
         name,
         argument.required,

@@ -78,7 +78,7 @@ class _Commands(TyperGroup):
             said = getattr(usage, "message", "").removeprefix("Value error, ")
             hint = ""
             if search(r"option: (-q|--quiet)", said):
-                said += "; it stands before the command: cgplan -q COMMAND"
+                said += "; it goes before the command: cgplan -q COMMAND"
             elif search(r"option: -(-|O|c)|(command '|\()(vllm|serve)|extra.*\(\S+/", said):
                 hint = (
                     "Of vLLM: --vllm JSON of `plan` or `vllm check` takes the keys of its "

@@ -151,7 +151,7 @@ def run_check(
     plan = load_plan(path)
     if plan.config.get("dims"):
         raise PlanError(
-            f"{path} has several sizes ({', '.join(plan.dim_names)}), which a check does not know",
+            f"{path} has several sizes ({', '.join(plan.dim_names)}), which no check supports",
             remedy="Plan for the new traffic, and compare the two with `cgplan plan diff`.",
         )
     simulated = {section: plan.config[section] | of for section, of in plan.simulated.items()}
@@ -215,7 +215,7 @@ def _check_loads(config: Config, loads: Loads) -> None:
     named = [name for name, value in given.items() if value]
     if named and not loads.files and not config.traffic:
         raise ConfigError(
-            f"{listed(named)}: about traffic, and there is none",
+            f"{listed(named)}: no traffic was given",
             remedy="Give --traffic FILE, or a `traffic` section in the configuration.",
         )
     if loads.weights and len(loads.weights) != len(loads.files):
@@ -226,7 +226,7 @@ def _check_loads(config: Config, loads: Loads) -> None:
     is_one = len(loads.files) <= 1 and len(loads.scales) == 1
     if loads.objective is Objective.worst and is_one:
         raise ConfigError(
-            "--objective worst is about several loads, and there is one",
+            "--objective worst needs several loads",
             remedy="Give --scale 1,2,4, or --traffic several times.",
         )
 
@@ -235,8 +235,7 @@ def _refuse_varlen(config: Config) -> None:
     """Raise PlanError for graphs of decode batches whose requests have any number of tokens."""
     if config.speculative.varlen_decode and config.compilation.key_rules == "vllm_v2":
         raise PlanError(
-            "speculative.varlen_decode: cgplan knows these graphs, but neither plans them for "
-            "traffic nor emits them",
+            "graphs of speculative.varlen_decode are neither planned for traffic nor emitted",
             remedy="Leave out --traffic and --emit, or set speculative.varlen_decode: false.",
         )
 
@@ -299,9 +298,9 @@ def _for_sizes(
 ) -> Plan:
     if len(loads.files) != 1 or is_emitted or not loads.is_recorded:
         raise ConfigError(
-            "boxes of `dims` are planned for one --traffic FILE with a column for each dimension, "
-            "without --emit, the `traffic` section, --speedup and the like",
-            remedy="Give that, and leave the others out; join files into one CSV.",
+            "boxes of `dims` need one --traffic FILE with a column for each dimension, and no "
+            "--emit, `traffic` section, --speedup or the like",
+            remedy="Join files into one CSV, and leave the other options out.",
         )
     from cgplan.optimizer.boxes import dims_of, propose_boxes
     from cgplan.traffic.files import read_sizes

@@ -58,7 +58,7 @@ def run_watch(
     fails = sum(failing(report) for _, report in found)
     if fails:
         raise AuditError(
-            f"{counted(fails, 'pointer')} of captured graphs into memory that is not theirs now",
+            f"captured graphs have {counted(fails, 'pointer')} into memory that is not theirs now",
             remedy="Capture again after weights or caches are replaced, or write into them.",
         )
 

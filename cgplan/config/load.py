@@ -220,7 +220,7 @@ class _Loader(yaml.SafeLoader):
         for key, _ in node.value:
             name = str(key.value)
             if name in lines:
-                problem = f"the key {name!r} stands twice (first in line {lines[name]})"
+                problem = f"the key {name!r} is given twice (first in line {lines[name]})"
                 raise _refusal(problem, key.start_mark)
             lines[name] = key.start_mark.line + 1
         return node
@@ -256,7 +256,7 @@ def _parse(text: str, path: Path) -> tuple[dict[str, Any], dict[Path_, int]]:
         where = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
         raise ConfigFileError(
             f"{path}{where}: not valid YAML: {_problem(error)}",
-            remedy="Correct that line: its indentation, quotes, or a key that stands twice.",
+            remedy="Correct that line: its indentation, quotes, or a key given twice.",
         ) from None
     data = {} if data is None else data
     if not isinstance(data, dict):

@@ -459,7 +459,7 @@ class CompilationConfig(Section):
     capture has shown which words are pointers.
     """
     attention_support: Attention = AttentionSupport.ALWAYS
-    """Batches whose attention can stand inside a FULL graph."""
+    """Batches whose attention a FULL graph can hold."""
     outputs: Literal["borrow", "clone"] = "borrow"
     """borrow: outputs lie in graph memory, until the next replay of any graph in the pool. clone:
     outputs are copies.
@@ -467,8 +467,8 @@ class CompilationConfig(Section):
     hide_capture_from: tuple[Annotated[str, BeforeValidator(check_package)], ...] = (
         "transformers",
     )
-    """Packages that `torch.cuda.is_current_stream_capturing()` tells no in captures, unless their
-    code then needs the host.
+    """Packages that get the answer no from `torch.cuda.is_current_stream_capturing()` in captures,
+    unless their code then needs the host.
     """
     all_reduce: Literal["auto", "custom", "nccl"] = "auto"
     """custom: cgplan's kernels over registered graph buffers (on the CPU a slow stand-in). nccl:

@@ -102,7 +102,7 @@ class RankedCapture(RankSync):
             raise RegistrationError(
                 "graphs of another runner reduce by this all-reduce, and new ones would take "
                 "their rows",
-                remedy="close() that runner first; where it was dropped without close(), or is to "
+                remedy="close() that runner first; if it was dropped without close(), or has to "
                 "stay, open another all-reduce: open_all_reduce().",
             )
         self.reducer.begin_pass()

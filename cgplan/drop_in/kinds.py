@@ -254,8 +254,7 @@ class Kind:
         for part in form:
             if is_tensor_type(part) and part is not Tensor:
                 raise OutputShapeError(
-                    f"the model returns a {part.__name__}, a kind of tensor that graphs know "
-                    "nothing of"
+                    f"the model returns a {part.__name__}, which graphs do not support"
                 )
         self.returns = self.forward.returns = form
         self.forward.differs = False

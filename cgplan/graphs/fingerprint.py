@@ -593,7 +593,7 @@ class Fingerprint:
         if found:
             raise AddressError(
                 f"the model has other tensors than before: {listed(found, _SHOWN)}",
-                remedy="Give the model such tensors again, or call runner.recapture().",
+                remedy="Give the model its tensors again, or call runner.recapture().",
             )
 
     def refuse_moved(

@@ -298,8 +298,8 @@ class CUDAGraphWrapper:
             self._backend = given
         if self.backend.is_capturing():
             raise CaptureError(
-                "the model holds graph wrappers of its own, and is to be captured as a whole as "
-                f"well, at {blamed_line()}",
+                "the model holds graph wrappers, and a session captures it as a whole, at "
+                f"{blamed_line()}",
                 remedy="For PIECEWISE set compilation.piecewise: wrappers, or take the wrappers "
                 "out. A wrapper inside another one needs another runtime mode.",
             )

@@ -55,7 +55,7 @@ def bench(
     against = check_baselines(against)
     if against and len(runner.config.dim_names) > 1:
         raise ConfigError(
-            "bench compares with other ways where rows alone vary", remedy="Leave --against out."
+            "bench --against needs inputs where only rows vary", remedy="Leave --against out."
         )
     batches = list[BenchBatch]()
     first = list[BenchBatch]()

@@ -170,7 +170,7 @@ def read_config(config: Mapping[str, Any] | None, config_file: str | None) -> An
     """The config of transformers. Raises ModelError."""
     if (config is None) == (config_file is None):
         raise ModelError(
-            "the transformers target needs `config` or `config_file`, one of them",
+            "the transformers target needs either `config` or `config_file`",
             remedy="Give model.kwargs.config, or the path of a published config.json.",
         )
     where = "model.kwargs.config"

@@ -565,8 +565,8 @@ class _BoxProblem:
     def _notes(self, boxes: Ints) -> Iterator[str]:
         if self._thinned:
             yield (
-                f"so many sizes of {' and '.join(self._thinned)} that those were tried which pad "
-                "batches least in this dimension alone; the lower bound is of these"
+                f"too many sizes of {' and '.join(self._thinned)}: only those that pad batches "
+                "least in their dimension were tried; the lower bound is of these"
             )
         top = [dim.max for dim in self._dims]
         if not (boxes >= top).all(axis=1).any():

@@ -144,7 +144,7 @@ class Planner:
         for source, _ in self.sources:
             if slo and isinstance(source, Traffic):
                 raise TrafficError(
-                    f"an SLO is about requests, and a load counts steps: {source.source}",
+                    f"an SLO needs requests, and a load counts steps: {source.source}",
                     remedy="Give --traffic FILE with requests: arrivals, prompts, generated "
                     "tokens (docs/planning.md, Requests of a vLLM server).",
                 )
@@ -162,7 +162,7 @@ class Planner:
         miss = None
         if slo:
             miss = self._worst_miss(config, planned.plan)
-            said = "holds without graphs, too; those worth it stay"
+            said = "holds without graphs, too; graphs worth it stay"
             if not miss.holds or not self._worst_miss(config, build_plan(_eager(config))).holds:
                 held = []
                 least = MOST_FOR_SLO

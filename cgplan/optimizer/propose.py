@@ -125,7 +125,7 @@ def plan_graphs(inputs: PlanInputs) -> PlannedGraphs:
     config = inputs.config
     if config.dims:
         raise PlanError(
-            f"steps of requests do not tell {', '.join(config.dims)}, and graphs have these sizes",
+            f"steps of requests have no {', '.join(config.dims)}, and graphs have these sizes",
             remedy="Use `cgplan plan --traffic FILE`, whose columns are the names of `dims`, and "
             "capture its plan.",
         )
@@ -821,9 +821,8 @@ class PlannedGraphs:
         merged = [str(case) for case in plan.lora_cases if case not in planned]
         if merged:
             yield (
-                f"LoRA cases {', '.join(merged)} were not planned for: their step times are not "
-                "told apart from those of larger cases; measure them, with num_active_loras, to "
-                "have them weighed"
+                f"LoRA cases {', '.join(merged)} were not planned for: their step times are those "
+                "of larger cases; to have them weighed, measure them with num_active_loras"
             )
         if max(plan.lora_cases) > 0 and not any(
             measured.num_active_loras for measured in times.curves

@@ -98,7 +98,7 @@ def within_count(
     part = restricted(plan, keys, config)
     note = (
         f"budget.max_graphs = {most} keeps {len(part.keys)} of {len(plan.keys)} keys: the largest, "
-        "and those with which batches are padded least if all sizes of them are as frequent"
+        "and those that pad batches least if all sizes are equally frequent"
     )
     notes = (*part.notes, note)
     return part.changed(notes=notes)

@@ -180,8 +180,8 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
                 if splitter.capture is not None:
                     raise CaptureError(
                         "the model ran without its trace, so nothing was captured",
-                        remedy="See that the forward computes something from its inputs, and that "
-                        "torch.compile is on.",
+                        remedy="Check that the forward computes something from its inputs, and "
+                        "that torch.compile is on.",
                     )
             finally:
                 splitter.capture = None
@@ -280,7 +280,7 @@ def _untraceable(error: Exception) -> CgplanError:
         )
     if CUDAGraphWrapper.__call__.__code__.co_filename in text:
         return CaptureError(
-            "the model holds graph wrappers of its own, and is to be traced as a whole as well",
+            "the model holds graph wrappers, and PIECEWISE traces it as a whole",
             remedy="Set compilation.piecewise: wrappers, or remove the wrappers.",
         )
     if get_forward_context.__code__.co_filename in text:

@@ -84,7 +84,7 @@ def resolve_mode(config: Config) -> tuple[CUDAGraphMode, tuple[PlanChange, ...]]
         mode = change(to, reason)
     reason = ""
     if never:
-        reason = "attention_support is NEVER: attention cannot stand inside a graph"
+        reason = "attention_support is NEVER: no graph can hold attention"
     elif config.query_len > 1 and support < AttentionSupport.UNIFORM_BATCH:
         reason = (
             f"attention_support is {support}, but speculative decoding has {config.query_len} "

@@ -196,8 +196,7 @@ def fitted(
     if wrong and not force:
         raise PlanMismatchError(
             problem + "".join(f"\n  - {line}" for line in described),
-            remedy="Make the plan again for what is there now, with the same --set, or capture it "
-            "as it is with --force.",
+            remedy="Make the plan again with the same --set, or capture it unchanged with --force.",
         )
     if wrong:
         warnings += (f"{problem} and was forced: {'; '.join(described)}",)

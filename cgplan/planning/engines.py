@@ -484,8 +484,8 @@ def _sglang(plan: Plan, parallelism: Parallelism) -> Emission:
     notes = _list_notes(plan, "SGLang", len(decode) + len(prefill))
     if parallelism.decided:
         notes.append(
-            f"--sglang: {', '.join(parallelism.decided)} passed over; graphs and bounds are those "
-            "of the plan and its configuration"
+            f"--sglang: {', '.join(parallelism.decided)} ignored; graphs and bounds are those of "
+            "the plan and its configuration"
         )
     dropped = [str(size) for size in asked if size % step]
     if dropped:
@@ -498,8 +498,7 @@ def _sglang(plan: Plan, parallelism: Parallelism) -> Emission:
     if prefill:
         notes.append(
             "prefill sizes are in tokens; SGLang captures them by its default, "
-            "--cuda-graph-backend-prefill breakable, and not at all for models that it knows to "
-            "break there"
+            "--cuda-graph-backend-prefill breakable, and not for models that it knows to fail there"
         )
     eager = []
     for below, size in pairwise((0, *prefill)):

@@ -500,8 +500,8 @@ def _against_baselines(report: BenchReport) -> Iterator[RenderableType]:
             ("order", f"random, seed {measured.seed}; {calls}"),
             (
                 "ready",
-                f"until all sizes had their first call, each way alone; memory: {memory} that was "
-                "gone then",
+                f"until all sizes had their first call, each way alone; memory: {memory} that it "
+                "took",
             ),
             ("capture", f"{OURS}'s own: {own}; the baselines made one graph for each size below"),
             (

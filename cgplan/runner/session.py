@@ -92,7 +92,7 @@ class CaptureSession:
         rules = self.plan.key_rules
         if rules != "vllm_v1":
             raise ConfigError(
-                f"compilation.key_rules is {rules}, which plans alone follow",
+                f"compilation.key_rules is {rules}, which only plans follow",
                 remedy="Set compilation.key_rules: vllm_v1 for a capture.",
             )
         made = self.plan.config_hash

@@ -115,7 +115,7 @@ class StagedBuffers(Mapping[str, Tensor]):
         call = self.call
         if self._output is _MISSING or call is None:
             raise CgplanError(
-                "there is no output of these staged buffers",
+                "these staged buffers have no output",
                 remedy="Read it after the `with` block and before the next batch is staged.",
             )
         if self._output is _UNREAD:

@@ -670,8 +670,7 @@ def _conversations(
     if request_rate is None or not 0 < request_rate < math.inf:
         raise TrafficError(
             f"{path}: conversations have no times",
-            remedy="Give the configuration a whole `traffic` section: traffic.request_rate, "
-            "requests a second, is taken.",
+            remedy="Add a whole `traffic` section, with traffic.request_rate in requests a second.",
         )
     raw = list(json_rows(text, path, TrafficError, "Give the file as it was published."))
     requests = []

@@ -164,7 +164,7 @@ class Form(Generic[R]):
             if column is not None:
                 found[column] = place
             elif name.lower() in map(str.lower, found):
-                problem = f"{where}: column {name!r} stands twice"
+                problem = f"{where}: column {name!r} is there twice"
                 raise self.error(problem, remedy="Keep one of them.")
             elif self.unused is not None and name not in self.unused:
                 unknown.append(name)

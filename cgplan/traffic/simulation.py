@@ -64,7 +64,7 @@ class RequestTrace(NamedTuple):
         if not 0 < speedup < math.inf:
             raise TrafficError(
                 f"a speedup of {speedup} makes no sense",
-                remedy="Give a number above 0; 1 is as it is.",
+                remedy="Give a number above 0; 1 changes nothing.",
             )
         if speedup == 1:
             return self

@@ -503,8 +503,7 @@ class StepTimes(Record):
         is_json = text.lstrip().startswith(("{", "["))
         if not is_json and LOG_LINE.search(text):
             raise StepTimeError(
-                f"{path}: a log without an iteration after its start, or all of them have "
-                "speculative tokens",
+                f"{path}: the log has no iteration without speculative tokens after its start",
                 remedy="Run vLLM with --enable-logging-iteration-details, and give the log from "
                 "its first line.",
             )

@@ -141,7 +141,7 @@ def test_inputs_of_one_call_are_one_batch(backend: GraphBackend) -> None:
     inputs = {"x": row, "y": row, "z": row.model_copy(update={"shape": ("2 * num_tokens",)})}
     runner = open_runner(backend, lambda x, y, z: x + y, specs=inputs)
     three, four, six = (torch.zeros(n, device=backend.device) for n in (3, 4, 6))
-    with pytest.raises(InputError, match="input 'y' is a batch of num_tokens = 4, but 'x' of 3"):
+    with pytest.raises(InputError, match="input 'y' has num_tokens = 4, but 'x' has 3"):
         runner(x=three, y=four, z=six)
     with pytest.raises(InputError, match="input 'z' has 3 rows; declared are 2 \\* num_tokens"):
         runner(x=three, y=three, z=three)

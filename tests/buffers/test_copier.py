@@ -766,10 +766,10 @@ def test_views_passed_to_a_call_where_copies_are_off(any_copier: GraphBackend) -
         views["lengths"].fill_(0)
         for _ in range(2):
             same(runner(**views)[0].item(), 1.0 + count)
-        with pytest.raises(InputError, match="'x' does not lie in its static buffer") as caught:
+        with pytest.raises(InputError, match="'x' is not in its static buffer") as caught:
             runner(x=views["x"].clone(), lengths=views["lengths"])
         assert "runner.stage" in caught.value.remedy
-        with pytest.raises(InputError, match="'lengths' does not lie"):
+        with pytest.raises(InputError, match="'lengths' is not in"):
             runner(x=views["x"], lengths=torch.zeros(count, dtype=torch.int32))
         with runner.stage(num_tokens=count) as buffers:
             buffers["x"].fill_(2)

@@ -206,7 +206,7 @@ def test_an_output_of_another_runner(device: str) -> None:
         report = opened(model, device).audit()
     assert problems(report) == {"free block"}
     assert all(
-        "another graph pool, where model.draft lay" in finding.detail for finding in report.findings
+        "another graph pool, where model.draft was" in finding.detail for finding in report.findings
     )
 
 
@@ -350,7 +350,7 @@ def test_reports_are_saved_and_shown(device: str, tmp_path: Any) -> None:
     path.write_text(report.model_dump_json())
     assert load_report(path) == report
     text = str(report)
-    assert "model.scale lay at capture" in " ".join(text.split())
+    assert "model.scale was at capture" in " ".join(text.split())
     assert runner.report.audit is not None
     assert runner.report.audit.findings == ()
 

@@ -275,5 +275,5 @@ def test_an_audit_shows_its_table_with_findings(home: Path, audit: str) -> None:
     assert result.exit_code == errors.AuditError.exit_code, result.output
     assert "free block" in result.stdout
     assert ("proven" in result.stdout) is (audit == "prove")
-    assert "1 pointer of captured graphs" in result.stderr
+    assert "captured graphs have 1 pointer" in result.stderr
     assert load_report("audit.json").kind == "audit"

@@ -339,7 +339,7 @@ def test_an_slo_that_rests_on_extrapolated_prefill_says_so(home: Path, is_measur
         (
             (*GIVEN[:-4], "--traffic", "steps.csv", *GIVEN[-2:]),
             errors.TrafficError,
-            "about requests",
+            "an SLO needs requests",
         ),
         (
             (*GIVEN, "--traffic", "steps.csv"),
@@ -362,7 +362,7 @@ def test_an_slo_needs_requests_and_step_times(
 def test_decisions_without_traffic_are_refused(option: str) -> None:
     command = (*GIVEN[:-4], *option.split())
     name = option if "best" in option else option.split()[0]
-    assert f"{name}: about traffic, and there is none" in refused(errors.ConfigError, *command)
+    assert f"{name}: no traffic was given" in refused(errors.ConfigError, *command)
 
 
 @pytest.mark.parametrize(

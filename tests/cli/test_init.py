@@ -58,9 +58,7 @@ def test_init_reads_images_and_indices(home: Path) -> None:
     assert (words.inputs["words"].dtype, words.inputs["words"].pad) == ("int64", 7)
     assert words.inputs["words"].example == (0, 50)
     assert words.inputs["offsets"].dtype == "float32"
-    assert re.search(
-        r"offsets:\n +shape: \[num_tokens\] +# guess: nothing in the code told it", text
-    )
+    assert re.search(r"offsets:\n +shape: \[num_tokens\] +# guess: the code does not say it", text)
 
 
 def test_init_does_not_pretend_where_the_forward_branches(home: Path) -> None:

@@ -51,7 +51,7 @@ def test_quiet_shows_no_progress(home: Path) -> None:
     assert quiet.stderr == ""
     assert quiet.stdout.startswith("Capture\n")
     late = cgplan_command("capture", "good.yaml", "-q")
-    assert "-q; it stands before the command: cgplan -q COMMAND" in late.stderr
+    assert "-q; it goes before the command: cgplan -q COMMAND" in late.stderr
     assert "no such file" in refused(errors.ConfigFileError, "-q", "capture", "missing.yaml")
 
 
@@ -284,8 +284,8 @@ def target(name: str) -> tuple[str, ...]:
         ("ConfigError", (*CAPTURE, "--device", "gpu"), ["error: --device: found 'gpu', expected auto"]),
         ("ConfigError", (*PLAN, "--max-graphs", "0", *set_to(budget__max_graphs="3")), ["--max-graphs: found 0, exp"]),
         ("ConfigError", (*PLAN, "--memory", "0"), ["--memory: found 0, which pays for no graph; leave it out"]),
-        ("ConfigError", (*PLAN, "--speedup", "2"), ["there is none"]),
-        ("ConfigError", (*PLAN, "--step-times", "times.csv"), ["there is none"]),
+        ("ConfigError", (*PLAN, "--speedup", "2"), ["no traffic was given"]),
+        ("ConfigError", (*PLAN, "--step-times", "times.csv"), ["no traffic was given"]),
         ("ConfigError", (*CAPTURE, *set_to(model="null")), ["good.yaml: there is no `model`"]),
         ("ConfigError", ("bench", *CAPTURE[1:], *set_to(inputs="{}")), ["no input has a dimension that counts"]),
         ("ConfigError", ("bench", *CAPTURE[1:], "--against", "eager,baer"), ["baseline 'baer'", "eager, bare"]),

@@ -327,7 +327,8 @@ def test_a_check_takes_the_step_times_of_the_plan(home: Path) -> None:
 def test_options_without_effect_are_errors(home: Path) -> None:
     use_traffic(home)
     one = ("--traffic", "traffic.csv", "--step-times", "times.csv")
-    assert "there is one" in refused(errors.ConfigError, *PLAN, *one, "--objective", "worst")
+    worst = refused(errors.ConfigError, *PLAN, *one, "--objective", "worst")
+    assert "--objective worst needs several loads" in worst
     for option in (("--insurance", "5%"), ("--objective", "worst"), ("--weights", "1")):
         assert option[0] in refused(errors.ConfigError, *PLAN, *option)
 
@@ -465,7 +466,7 @@ def test_plan_for_conversations_needs_a_rate(home: Path) -> None:
     talk = [{"from": "human", "value": "a b c"}, {"from": "gpt", "value": "d e f"}]
     (home / "chat.json").write_text(json.dumps([{"id": "1", "conversations": talk}] * 9))
     command = (*PLAN, "--traffic", "chat.json", "--step-times", "times.csv")
-    assert "traffic.request_rate, requests a second, is taken" in refused(
+    assert "with traffic.request_rate in requests a second" in refused(
         errors.TrafficError, *command
     )
     made = "traffic={request_rate: 1, prompt_median: 5, prompt_p95: 9, output_median: 4, output_p95: 8}"
@@ -1160,7 +1161,7 @@ def test_a_log_without_steps_is_no_step_times(home: Path) -> None:
     log = "INFO 11-20 14:02:51 [api_server.py:1772] vLLM API server\nINFO 11-20 14:02:52, a, b\n"
     (home / "server.log").write_text(log)
     said = refused(errors.StepTimeError, *use_traffic(home)[:-1], "server.log")
-    assert "server.log: a log without an iteration" in said
+    assert "server.log: the log has no iteration" in said
     assert "no table of CUDA graph statistics" in refused(
         errors.TrafficError, *PLAN, "--traffic", "server.log"
     )

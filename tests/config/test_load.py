@@ -33,7 +33,7 @@ def test_an_empty_file_is_all_defaults(write: Any) -> None:
         (
             "report: {repeats: 1}\nreport: {}\n",
             ":2:1",
-            "the key 'report' stands twice (first in line 1)",
+            "the key 'report' is given twice (first in line 1)",
         ),
         ("device: !!int abc\n", ":1:9", "'abc' is no int: invalid literal"),
         ("\ndevice: 2024-13-45\n", ":2:9", "'2024-13-45' is no timestamp: month must be in 1..12"),

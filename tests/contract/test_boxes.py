@@ -176,14 +176,14 @@ def test_what_cannot_be(backend: GraphBackend) -> None:
     with pytest.raises(ConfigError, match="pad: last goes with rows of the batch"):
         open_runner(backend, Encoder(), inputs={"ids": IDS, "mask": MASK, "starts": last})
     with closing(open_runner(backend, Encoder())) as runner:
-        with pytest.raises(InputError, match="'mask' is a batch of length = 5, but 'ids' of 4"):
+        with pytest.raises(InputError, match="'mask' has length = 5, but 'ids' has 4"):
             runner(ids=batch(backend, 2, 4)["ids"], mask=batch(backend, 2, 5)["mask"])
         for way in (runner.stage, runner.input_views):
             with pytest.raises(InputError, match="batches of length cannot be written in place"):
                 way(2)
     with closing(open_runner(backend, Encoder(), capture_policy="adaptive")) as runner:
         runner(**batch(backend, 2, 4))
-        with pytest.raises(PlanError, match="steps of requests do not tell batch, length"):
+        with pytest.raises(PlanError, match="steps of requests have no batch, length"):
             runner.replan()
 
 

@@ -188,7 +188,7 @@ def test_seed_decides_the_weights_and_leaves_the_callers_random_state() -> None:
 @pytest.mark.parametrize(
     ("kwargs", "text"),
     [
-        ({}, "needs `config` or `config_file`"),
+        ({}, "needs either `config` or `config_file`"),
         ({"config": QWEN3, "config_file": "x.json"}, "no file x.json"),
         ({"config": {"hidden_size": 4}}, "model_type"),
         ({"config": {"model_type": "qwen33"}}, "'qwen33'"),

@@ -354,7 +354,7 @@ def test_a_batch_runs_in_the_box_of_the_dispatcher() -> None:
 def test_too_many_sizes_are_thinned_out() -> None:
     counts = {(1 + n % 3, n): 1 + n % 7 for n in range(1, 400)}
     evidence = evidence_of(counts, 8)
-    assert any(note.startswith("so many sizes of length that") for note in evidence.traffic_notes)
+    assert any(note.startswith("too many sizes of length: ") for note in evidence.traffic_notes)
     assert not evidence.exact, "other sizes could be better"
     assert all(
         any(np.all(np.less_equal(batch, box)) for box in boxes_of(evidence)) for batch in counts

@@ -668,7 +668,7 @@ def test_a_model_whose_trace_fails_keeps_its_state(backend: GraphBackend) -> Non
 
 def test_wrappers_inside_a_traced_model_are_pointed_out(backend: GraphBackend) -> None:
     inner = CUDAGraphWrapper(lambda x: x * 2, PIECEWISE, backend=backend)
-    with pytest.raises(CaptureError, match="graph wrappers of its own") as caught:
+    with pytest.raises(CaptureError, match="graph wrappers, and PIECEWISE traces it") as caught:
         open_runner(backend, lambda x: inner(x) + 1)
     assert "piecewise: wrappers" in caught.value.remedy
 

@@ -337,7 +337,9 @@ def test_wrappers_inside_a_capture_of_the_whole_are_pointed_out(
     backend: GraphBackend, mode: str
 ) -> None:
     model = Wrapped(CUDAGraphMode[mode]).to(backend.device)
-    words = r"graph wrappers of its own, and is to be captured as a whole as well, at .*test_wrapper\.py:\d+: `return"
+    words = (
+        r"graph wrappers, and a session captures it as a whole, at .*test_wrapper\.py:\d+: `return"
+    )
     modules = {"splitting_modules": ["middle"]} if mode == "PIECEWISE" else {}
     with pytest.raises(CaptureError, match=words) as caught:
         open_split(backend, model, cudagraph_mode=mode, **modules)

@@ -346,7 +346,7 @@ def test_a_plan_says_which_sizes_sglang_drops() -> None:
     )
     assert emission.notes[1].startswith("prefill sizes were rounded up to multiples of 4")
     given = emit(plan, "sglang", Parallelism(decided=("--max-running-requests",)))
-    assert given.notes[0].startswith("--sglang: --max-running-requests passed over")
+    assert given.notes[0].startswith("--sglang: --max-running-requests ignored")
     drafted = plan_of("FULL_DECODE_ONLY", [4, 8, 16], spec=3)
     assert emit(drafted, "sglang", Parallelism(4)).options.startswith(
         "--cuda-graph-bs-decode 1 2 4 "

@@ -95,7 +95,7 @@ def test_staged_buffers_are_of_no_use_outside_of_their_block(backend: GraphBacke
         with staged as buffers:
             assert buffers is staged
             assert [*buffers] == [*buffers.keys()] == ["x"]
-            with pytest.raises(CgplanError, match="no output of these staged buffers"):
+            with pytest.raises(CgplanError, match="these staged buffers have no output"):
                 _ = buffers.output
             with pytest.raises(InputError, match="unknown input 'xs'") as unknown:
                 _ = buffers["xs"]

@@ -669,7 +669,7 @@ def test_slots_and_batches_that_cannot_be(shared: Captured) -> None:
     with pytest.raises(InputError, match="9 blocks of 4 tokens"):
         shared.manager.set_blocks(slot, range(9))
     batch = batch_of([Chunk([1, 2, 3], 0, [0])], shared.manager.backend.device)
-    with pytest.raises(InputError, match="input 'positions' is a batch of num_tokens = 2"):
+    with pytest.raises(InputError, match="input 'positions' has num_tokens = 2"):
         shared.manager.prefill(**{**batch, "positions": batch["positions"][:2]})
     with pytest.raises(InputError, match="is missing"):
         shared.manager.prefill(input_ids=batch["input_ids"])

@@ -139,7 +139,7 @@ HIST, JSON = "num_tokens,count\n", '{"num_tokens": 1, "count": 1}\n'
             "unknown column 'num_seqs' (did you mean 'num_reqs'?)",
             "num_reqs",
         ),
-        ("num_tokens,count,count\n1,1,1\n", 1, "column 'count' stands twice", "Keep one"),
+        ("num_tokens,count,count\n1,1,1\n", 1, "column 'count' is there twice", "Keep one"),
         (
             "num_tokens,count,uniform\n1,1,maybe\n",
             2,
