@@ -556,6 +556,7 @@ class _BoxProblem:
             binding=tuple(binding),
             uses=tuple(self._uses(boxes)),
             ladders=tuple(ladders),
+            asked="",
             warnings=tuple(warnings),
             verdict=verdict,
             padding=own.padding,

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from cgplan.config import BudgetConfig, Config
@@ -79,6 +79,10 @@ class Miss(NamedTuple):
         return self.share <= 0
 
 
+Judged = tuple[PlannedGraphs, Miss]
+ByMode = dict[CUDAGraphMode, tuple[PlannedGraphs, Miss | None]]
+
+
 @dataclass(eq=False)
 class Planner:
     """Plans for one set of loads.
@@ -114,7 +118,7 @@ class Planner:
         self._higher = list[Traffic]()
         self._today: Plan | None = None
         self._asked_bytes = 0  # of the graphs asked for, where costs are known
-        self._tried = list[tuple[PlannedGraphs, Miss]]()  # for the SLO
+        self._tried = list[Judged]()  # for the SLO
         self._modes = MODES
         if self.apart or self.times.full_of_decode:  # FULL graphs run decode alone
             self._modes = [mode for mode in MODES if mode.mixed_mode() is not CUDAGraphMode.FULL]
@@ -140,9 +144,8 @@ class Planner:
 
         Raises TrafficError where an SLO has no requests.
         """
-        slo = self.slo
         for source, _ in self.sources:
-            if slo and isinstance(source, Traffic):
+            if self.slo and isinstance(source, Traffic):
                 raise TrafficError(
                     f"an SLO needs requests, and a load counts steps: {source.source}",
                     remedy="Give --traffic FILE with requests: arrivals, prompts, generated "
@@ -153,42 +156,31 @@ class Planner:
             self._asked_bytes = self.costs.of(self._today.keys).total_bytes
         weighed = self._weighed(config)
         chosen, planned = weighed[0]
-        if self.any_mode and self._is_large:
+        if self.any_mode and self._is_large:  # weighed by the first
             planned = self._planned(chosen)
             weighed[0] = chosen, planned
-        by_mode = {made.plan.mode: made for _, made in weighed}
-        misses = dict[CUDAGraphMode, Miss]()
-        notes = list[str]()
+        by_mode: ByMode = {}
+        for _, made in weighed:
+            by_mode[made.plan.mode] = made, None
+        decided = list[str]()
         miss = None
-        if slo:
-            miss = self._worst_miss(config, planned.plan)
-            said = "holds without graphs, too; graphs worth it stay"
-            if not miss.holds or not self._worst_miss(config, build_plan(_eager(config))).holds:
-                held = []
-                least = MOST_FOR_SLO
-                longest = planned.run.expected_us * (1 + SLOWER)
-                for pair in weighed[:1] if self._is_large else weighed:
-                    fewest, its = self._within_slo(*pair, least)
-                    by_mode[fewest.plan.mode] = fewest
-                    place = math.inf, 0
-                    if its.holds:
-                        graphs = fewest.plan.num_graphs
-                        step = fewest.run.expected_us
-                        place = step > longest, graphs
-                        least = min(least, graphs)
-                    held.append((place, fewest, its))
-                    misses[fewest.plan.mode] = its
-                _, planned, miss = min(held, key=itemgetter(0))
-                said = f"is missed by each of the {len(self._tried)} plans tried: {miss.text}"
-                if miss.holds:
-                    said = self._said_of_fewest(planned)
-            share = miss.service.unmeasured
-            if share:
-                said += f"; {share:.2%} of the steps are extrapolated"
-            notes.append(f"SLO {', '.join(map(str, slo))} {said}")
+        if self.slo:
+            by_slo = self._for_slo(config, weighed)
+            planned, miss = by_slo[0]
+            decided.append(self._said_of_slo(planned, miss))
+            for made, its in by_slo:
+                by_mode[made.plan.mode] = made, its
+        notes = list[str]()
         if self.any_mode:
-            notes += self._mode_notes(by_mode, self._today.mode, planned, misses)
-        return self._with_evidence(config, planned, notes, miss)
+            decided += self._mode_change(
+                by_mode,
+                planned,
+            )
+            notes += self._mode_notes(
+                by_mode,
+                planned,
+            )
+        return self._with_evidence(config, planned, decided, notes, miss)
 
     def check(self, config: Config, plan: Plan) -> PlanCheck:
         """A plan on these loads, which it need not have been made for."""
@@ -197,9 +189,9 @@ class Planner:
         times = self.times
         run = Run(plan.keys, traffic, times)
         graphs = len(plan.keys)
-        own = point_of("this plan", run)
         anew = self._planned(config)
-        others = {"planned anew": anew.plan}
+        others = {"this plan": plan}
+        others["planned anew"] = anew.plan
         if graphs and graphs != len(anew.plan.keys):
             budget = BudgetConfig(max_graphs=plan.num_graphs)
             as_many = config.changed(budget=budget)
@@ -208,12 +200,13 @@ class Planner:
         points = []
         for name, other in others.items():
             ran = Run(other.keys, traffic, times)
-            points.append(point_of(name, ran))
-        most = math.inf
+            points.append(point_of(name, ran, drafts=len(other.draft_keys)))
+        own = points[0]
+        allowed = points
         if config.budget != BudgetConfig():
-            most = max(graphs, config.budget.max_graphs or 0)
-        allowed = [point for point in points if point.graphs <= most]
-        least = min(own, *allowed, key=lambda point: point.expected_us)
+            most = max(own.num_graphs, config.budget.max_graphs or 0)
+            allowed = [point for point in points if point.num_graphs <= most]
+        least = min(allowed, key=attrgetter("expected_us"))
         regret = own.expected_us / least.expected_us - 1
         of_decode = None
         verdict = f"regret {regret:.2%}"
@@ -239,7 +232,7 @@ class Planner:
             traffic_weight=traffic.total,
             times_source=times.source,
             notes=(*warnings, *traffic.notes, *notes),
-            points=(own, *points),
+            points=tuple(points),
             regret=regret,
             decode_regret=of_decode,
             uses=tuple(use_of(use, run) for use in run.uses),
@@ -274,7 +267,7 @@ class Planner:
         if num_graphs(most) > most:
             graphs = bisect_right(range(2, most), most, key=num_graphs) + 1
         planned = planned_with(graphs)
-        while not planned.plan.keys and graphs < planned.inputs.curve.last:
+        while not planned.plan.keys and graphs < planned.inputs.curve.worthwhile:
             graphs += 1
             planned = planned_with(graphs)
         plan = planned.plan
@@ -451,36 +444,34 @@ class Planner:
 
         return sorted(found, key=place)
 
-    def _mode_notes(
-        self,
-        by_mode: Mapping[CUDAGraphMode, PlannedGraphs],
-        mode: CUDAGraphMode,
-        best: PlannedGraphs,
-        misses: Mapping[CUDAGraphMode, Miss],
-    ) -> Iterator[str]:
+    def _mode_change(self, by_mode: ByMode, best: PlannedGraphs) -> Iterator[str]:
+        assert self._today
+        mode = self._today.mode
+        asked, _ = by_mode.get(mode, (None, None))
+        if best is asked:
+            return
+        hint = "--mode keep forbids it"
+        if best.plan.mode.mixed_mode() is CUDAGraphMode.FULL:
+            hint += ", as is right where FULL was timed in decode alone"
+        change = "no graph of that fits"
+        if asked:
+            longer = best.run.expected_us / asked.run.expected_us - 1
+            change = f"{best.plan.graph_words} instead of {asked.plan.graph_words}"
+            change += f", steps {longer:+.2%}"
+        yield f"mode {best.plan.mode}, not {mode}: {change}; {hint}"
+
+    def _mode_notes(self, by_mode: ByMode, best: PlannedGraphs) -> Iterator[str]:
         if self._is_large:
             yield f"modes were weighed for the first {LARGE:,} requests"
         step = best.run.expected_us
-        asked = by_mode.get(mode)
-        if best is not asked:
-            hint = "--mode keep forbids it"
-            if best.plan.mode.mixed_mode() is CUDAGraphMode.FULL:
-                hint += ", as is right where FULL was timed in decode alone"
-            change = "no graph of that fits"
-            if asked:
-                change = f"{best.plan.graph_words} instead of {asked.plan.graph_words}, "
-                longer = step / asked.run.expected_us - 1
-                change += f"steps {longer:+.2%}"
-            yield f"mode {best.plan.mode}, not {mode}: {change}; {hint}"
         if self.times.full_of_decode and CUDAGraphMode.FULL not in by_mode:
             yield f"mode FULL was not weighed: {FULL_OF_DECODE}"
-        for planned in by_mode.values():
+        for planned, miss in by_mode.values():
             if planned is not best:
                 own = planned.run.expected_us
                 took = f"{format_microseconds(own)} a step ({own / step - 1:+.2%})"
                 if self._requests:
                     took += " of its own batches"
-                miss = misses.get(planned.plan.mode)
                 if miss and miss.holds:
                     took += ", the SLO holds"
                 elif miss:
@@ -520,12 +511,31 @@ class Planner:
             found.append(Miss(share, missed or nearest, requests, service))
         return max(found, key=attrgetter("share"))
 
+    def _for_slo(
+        self,
+        config: Config,
+        weighed: Sequence[tuple[Config, PlannedGraphs]],
+    ) -> list[Judged]:
+        """The plan of each mode that was tried, the best first."""
+        planned = weighed[0][1]
+        miss = self._worst_miss(config, planned.plan)
+        if miss.holds and self._worst_miss(config, build_plan(_eager(config))).holds:
+            return [(planned, miss)]
+        found = []
+        least = MOST_FOR_SLO
+        for pair in weighed[:1] if self._is_large else weighed:
+            fewest, its = self._within_slo(*pair, least)
+            if its.holds:
+                least = min(least, fewest.plan.num_graphs)
+            found.append((fewest, its))
+        return _fewest_first(found, planned.run.expected_us * (1 + SLOWER))
+
     def _within_slo(
         self,
         config: Config,
         planned: PlannedGraphs,
         enough: int,
-    ) -> tuple[PlannedGraphs, Miss]:
+    ) -> Judged:
         """The fewest graphs that hold the SLO, if possible with steps little longer; else the plan
         as it is, or one that comes notably nearer. Where the most miss it, numbers from ``enough``
         on are not tried.
@@ -551,37 +561,42 @@ class Planner:
             if holds_with(graphs):
                 break
         self._tried += found
-        held = [pair for pair in found if pair[1].holds]
-        if not held:
+        fewest, miss = _fewest_first(found, longest)[0]
+        if not miss.holds:
             other, nearest = min(found, key=lambda pair: pair[1].share)
             if 1 + nearest.share < (1 + first.share) * (1 - NOTABLE):
                 return other, nearest
             return planned, first
-        held.sort(key=lambda pair: pair[0].plan.num_graphs)
-        fewest, miss = min(held, key=lambda pair: pair[0].run.expected_us > longest)
         if fewest is planned:
             return planned, miss
         fewest = replace(fewest, for_slo=True)
         return fewest.with_plan(budget=planned.plan.budget), miss
 
-    def _said_of_fewest(self, planned: PlannedGraphs) -> str:
-        said = f"holds with {planned.plan.graph_words}, the fewest of those tried"
-        held = [made for made, its in self._tried if its.holds]
-        fewest = min(held, key=attrgetter("plan.num_graphs"))
-        graphs = fewest.plan.num_graphs
-        if graphs < planned.plan.num_graphs:
-            longer = fewest.run.expected_us / planned.run.expected_us
-            longer -= 1
-            said += (
-                f" with steps at most {SLOWER:.0%} longer than without it; with --max-graphs "
-                f"{graphs} it holds, too, with steps {longer:+.1%}"
-            )
-        return said
+    def _said_of_slo(self, planned: PlannedGraphs, miss: Miss) -> str:
+        said = "holds without graphs, too; graphs worth it stay"
+        if not miss.holds:
+            plans = f"each of the {len(self._tried)} plans tried"
+            said = f"is missed by {plans}: {miss.text}"
+        elif self._tried:
+            said = f"holds with {planned.plan.graph_words}, the fewest of those tried"
+            fewest, _ = _fewest_first(self._tried, math.inf)[0]
+            graphs = fewest.plan.num_graphs
+            if graphs < planned.plan.num_graphs:
+                longer = fewest.run.expected_us / planned.run.expected_us - 1
+                said += (
+                    f" with steps at most {SLOWER:.0%} longer than without it; with --max-graphs "
+                    f"{graphs} it holds, too, with steps {longer:+.1%}"
+                )
+        share = miss.service.unmeasured
+        if share:
+            said += f"; {share:.2%} of the steps are extrapolated"
+        return f"SLO {', '.join(map(str, self.slo))} {said}"
 
     def _with_evidence(
         self,
         config: Config,
         planned: PlannedGraphs,
+        decided: Sequence[str],
         notes: list[str],
         miss: Miss | None,
     ) -> Plan:
@@ -600,6 +615,7 @@ class Planner:
             kv_tokens=self.kv_tokens,
             replicas=self.replicas,
             slo_missed=None if miss is None or miss.holds else miss.text,
+            decided=tuple(decided),
             decisions=tuple(notes),
         )
 
@@ -685,6 +701,18 @@ class Planner:
             share = tokens / self.kv_tokens
             text += f", {share:.1%} {left}"
         yield text
+
+
+def _fewest_first(found: Sequence[Judged], longest: float) -> list[Judged]:
+    """What holds the SLO, with short steps first, then with longer ones, and what misses it."""
+
+    def place(pair: Judged) -> tuple[int, int]:
+        planned, miss = pair
+        if not miss.holds:
+            return 2, 0
+        return int(planned.run.expected_us > longest), planned.plan.num_graphs
+
+    return sorted(found, key=place)
 
 
 def _eager(config: Config) -> Config:

@@ -149,17 +149,6 @@ class LaneSizes(LaneRecord):
     sizes: tuple[int, ...]
 
 
-class NotWorth(LaneRecord):
-    """Sizes of one lane at which a graph brings nothing: tokens from ``first`` to ``last``, and
-    why.
-    """
-
-    num_active_loras: int = 0
-    first: int
-    last: int
-    reason: str
-
-
 class NextGraph(Record):
     """The gain of one graph more, or of one size of a list, if only their number counted:
     microseconds a step, and percent of it.
@@ -217,10 +206,11 @@ class Evidence(Record):
         other_loads: Share of the steps in what was planned for that are theirs.
         service: Of the plan, of the graphs asked for, and without graphs.
         unmeasured: Share of the steps at sizes larger than those whose times were measured.
-        decisions: On the mode and the SLO, and what other modes would cost, in sentences.
+        decided, decisions: On the SLO and a changed mode, and on the rest, in sentences.
         slo: What the plan is to hold.
         objective, kv_tokens, replicas: As ``Planner`` had them.
         slo_missed: How the plan misses an SLO that none holds, in words.
+        asked: The ladder asked for; None: the first.
         binding: The limits that the next better plan breaks.
         next_graph: None if the curve ends there, or memory or time binds.
         pareto: From one graph to where more bring nothing.
@@ -252,7 +242,7 @@ class Evidence(Record):
     uses: tuple[SizeUse, ...]
     pareto: tuple[ParetoPoint, ...] = ()
     ladders: tuple[LadderPoint, ...]
-    not_worth: tuple[NotWorth, ...] = ()
+    not_worth: Any = ()  # of earlier versions
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     verdict: str
@@ -271,6 +261,8 @@ class Evidence(Record):
     service: tuple[ServicePoint, ...] = ()
     slo: tuple[Goal, ...] = ()
     slo_missed: str | None = None
+    asked: str | None = None
+    decided: tuple[str, ...] = ()
     decisions: tuple[str, ...] = ()
     step_times: dict[str, Any] | None = None
     unmeasured: float = 0.0

@@ -244,15 +244,6 @@ class Run:
             unpadded=float(weight @ own),
         )
 
-    def largest_batch(self, lane: Lane) -> int:
-        """Tokens of the largest batch that comes to the lane: it may run there, and no earlier lane
-        runs it.
-        """
-        is_free = self._place >= lane.place
-        comes = is_free & self.may_run(lane, np.inf)
-        tokens = self._tokens[comes]
-        return int(tokens.max(initial=0))
-
     def gain_of(
         self,
         lane: Lane,

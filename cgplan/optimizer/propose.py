@@ -34,7 +34,6 @@ from cgplan.optimizer.evidence import (
     LaneSizes,
     LoadPoint,
     NextGraph,
-    NotWorth,
     ParetoPoint,
     PlanLimit,
     SizeUse,
@@ -88,7 +87,7 @@ WRITTEN: Mapping[str, Callable[[Any], str]] = {
     "memory": format_bytes,
     "capture_time": "{:.4g} s".format,
 }
-LAST = 128  # graphs that curves go up to
+MOST_OF_CURVE = 128  # graphs; a plan may have MOST_GRAPHS
 CLOSE = 0.05  # share of the time that graphs can save at all that a plan without a budget may leave
 # Shares of the time of those steps that graphs make faster, see Problem.changeable:
 WORTH = 1e-4  # a gain below which graphs are not worth a word
@@ -132,7 +131,7 @@ def plan_graphs(inputs: PlanInputs) -> PlannedGraphs:
     curve = inputs.curve
     problem = curve.problem
     most = config.budget.max_graphs
-    graphs = min(most or curve.enough, MOST_GRAPHS)
+    graphs = min(most or curve.needed, MOST_GRAPHS)
     goal = problem.best_total + WORTH * problem.changeable  # below it no graph is worth a word
     best = curve.found.best(min(graphs, curve.graphs), goal)
     limits = inputs.limits(graphs)
@@ -433,7 +432,7 @@ class Curve:
 
     @cached_property
     def found(self) -> Search:
-        return Search(self.problem, Limits(LAST))
+        return Search(self.problem, Limits(MOST_OF_CURVE))
 
     @cached_property
     def steps(self) -> list[float]:
@@ -455,7 +454,7 @@ class Curve:
         return int(enough[0]) if enough.size else None
 
     @cached_property
-    def enough(self) -> int:
+    def needed(self) -> int:
         """The fewest graphs that suffice for ``plan_graphs``."""
         inputs = self.inputs
         ladders = inputs.ladders
@@ -471,15 +470,15 @@ class Curve:
         problem = self.problem
         fewest = self.fewest(problem.best_total + CLOSE * problem.saved)
         if fewest is None:
-            return self.last
+            return self.worthwhile
         for graphs in range(max(fewest, 1), self.graphs + 1):
             keys = self.keys_of(self.found.chosen(graphs))
             if all(inputs.step(keys, part) <= goal for part, goal in longest):
                 return graphs
-        return self.last
+        return self.worthwhile
 
     @property
-    def last(self) -> int:
+    def worthwhile(self) -> int:
         """The number of graphs from which more bring less than 0.01%."""
         slack = WORTH * self.problem.changeable
         return self.fewest(float(self.found.value[-1]) + slack) or 0
@@ -490,10 +489,8 @@ class Curve:
     def price(self, keys: tuple[Key, ...]) -> dict[str, Any]:
         """``bytes`` and ``seconds`` of keys, in capture order; None where costs are not known."""
         costs = self.inputs.costs
-        if costs is None:
-            return {"bytes": None, "seconds": None}
-        cost = costs.of(keys)
-        return {"bytes": cost.total_bytes, "seconds": cost.seconds}
+        cost = costs and costs.of(keys)
+        return {"bytes": cost and cost.total_bytes, "seconds": cost and cost.seconds}
 
     def point(self, graphs: int) -> ParetoPoint:
         keys = self.keys_of(self.found.chosen(graphs))
@@ -544,7 +541,8 @@ class PlannedGraphs:
         if not inputs.others:
             lower_us = min(lower_us, run.expected_us)
         lost = self.best.total - lower
-        ladders = [self._ladder(name, ladder) for name, ladder in inputs.ladders.items()]
+        ladders = {name: self._ladder(name, ladder) for name, ladder in inputs.ladders.items()}
+        asked = ASKED_FOR if ASKED_FOR in ladders else inputs.asked
         of_times, times_notes = run.times.said_for(plan.mode)
         warnings = [*of_times, *run.traffic.warnings]
         doubt = ""
@@ -567,8 +565,6 @@ class PlannedGraphs:
             )
         binding = self._binding()
         price = curve.price(plan.keys)
-        compared = ASKED_FOR, inputs.asked
-        asked = next((point for point in ladders if point.name in compared), None)
         return Evidence(
             traffic_source=run.traffic.source,
             traffic_weight=run.traffic.total,
@@ -594,12 +590,12 @@ class PlannedGraphs:
                 LaneSizes(**lane._asdict(), sizes=sizes) for lane, sizes in plan.lanes().items()
             ),
             uses=tuple(use_of(use, run) for use in run.uses),
-            pareto=tuple(map(curve.point, range(1, curve.last + 1))),
-            ladders=tuple(ladders),
-            not_worth=tuple(self._not_worth()),
+            pareto=tuple(map(curve.point, range(1, curve.worthwhile + 1))),
+            ladders=tuple(ladders.values()),
+            asked=asked,
             notes=tuple(self._notes()),
             warnings=(*warnings, *lint(plan, run)),
-            verdict=run.times.doubt + doubt + self._verdict(asked),
+            verdict=run.times.doubt + doubt + self._verdict(ladders.get(asked)),
             unmeasured=run.unmeasured,
             unbounded=unbounded,
             padding=run.padding,
@@ -744,7 +740,7 @@ class PlannedGraphs:
                 as_good += f", and {NO_GAIN:.0%} for batches not in the traffic"
             suffices = (
                 f"the fewest graphs that are {as_good}, and bring {1 - CLOSE:.0%} of "
-                f"what graphs can, of up to {LAST}"
+                f"what graphs can, of up to {MOST_OF_CURVE}"
             )
             most = "no more graphs than suffice without it"
             why = "the budget binds nothing without costs" if self._unbounded else "no budget"
@@ -764,7 +760,7 @@ class PlannedGraphs:
         if better < problem.best_total:
             return ()
         graphs = curve.fewest(better)
-        if inputs.config.budget.max_graphs is None and (graphs is None or graphs > curve.enough):
+        if inputs.config.budget.max_graphs is None and (graphs is None or graphs > curve.needed):
             return ()
         if graphs is None:
             every = [tuple(range(1, lane.sizes.size)) for lane in problem.lanes]
@@ -784,35 +780,6 @@ class PlannedGraphs:
         gain = max(self.best.total - float(curve.found.value[graphs]), 0.0)
         share = gain / max(problem.changeable, EXACT)
         return NextGraph(microseconds=gain / problem.weight, percent=100 * share)
-
-    def _not_worth(self) -> Iterator[NotWorth]:
-        """Sizes of the planned lanes at which a graph brings nothing."""
-        for lane in self.inputs.lanes:
-            largest = largest_of(lane, self.plan)
-            stride = stride_of(lane, self.plan)
-            sizes = np.arange(largest + 1)
-            case = lane.num_active_loras
-            graph = self.run.times.at(lane.mode, sizes, case)
-            eager = self.run.times.at(CUDAGraphMode.NONE, sizes, case)
-            faster = np.flatnonzero(graph < eager)
-            end = int(faster.max(initial=0)) // stride * stride
-            batch = self.run.largest_batch(lane)
-            wanted = min(-(-batch // stride) * stride, largest)
-            reason = NO_BATCH
-            if wanted:
-                reason = f"no batch of this lane is as large: {wanted} does as well"
-            spans = [
-                (wanted, end, reason),
-                (end, largest, "an eager step takes no longer"),
-            ]
-            for below, last, why in spans:
-                if below < last:
-                    yield NotWorth(
-                        **lane._asdict(),
-                        first=below + 1,
-                        last=last,
-                        reason=why,
-                    )
 
     def _notes(self) -> Iterator[str]:
         plan = self.plan

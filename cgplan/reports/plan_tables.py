@@ -14,7 +14,6 @@ from rich.text import Text
 
 from cgplan.modes import CUDAGraphMode
 from cgplan.optimizer.evidence import (
-    ASKED_FOR,
     MOST_UNMEASURED,
     Evidence,
     LadderPoint,
@@ -175,7 +174,8 @@ def said(plan: Plan, brief: bool = False) -> list[Fact]:
     for name in ("traffic_notes", "times_notes", "notes"):
         notes += evidence.get(name, ())
     warnings = (*plan.warnings, *plan.lint, *evidence.get("warnings", ()))
-    weighed = labelled("weighed", evidence.get("decisions", ()))
+    weighed = labelled("weighed", evidence.get("decided", ()))
+    weighed += labelled("weighed", evidence.get("decisions", ()))
     told = labelled("warning", warnings) + labelled("note", notes)
     shown = max(MOST_SAID - len(weighed), len(warnings))
     left = len(told) - shown
@@ -185,11 +185,9 @@ def said(plan: Plan, brief: bool = False) -> list[Fact]:
 
 
 def _headline(plan: Plan, evidence: Evidence) -> str:
-    asked = plan.config.get("compilation", {}).get("cudagraph_capture_sizes") or "vllm"
-    if not isinstance(asked, str):
-        asked = "configured"
-    names = ASKED_FOR, asked
-    ladder = next((ladder for ladder in evidence.ladders if ladder.name in names), None)
+    name = evidence.asked
+    named = (ladder for ladder in evidence.ladders if name in (None, ladder.name))
+    ladder = next(named, None)
     graphs = plan.graph_words
     if ladder and (plan.keys or ladder.graphs):
         graphs += f" instead of {ladder.words}"
@@ -343,10 +341,11 @@ def _answer(
         sizes = ", ".join(_used(use).partition(": ")[2] for use in evidence.uses)
     if len(sizes) > MOST_SIZES and not whole:
         sizes = f"{sizes[:MOST_SIZES].rpartition(', ')[0]}, ...; --verbose shows all"
-    told = said(plan, brief=not whole)
+    told = said(plan, brief=not whole)[len(evidence.decided) :]
     rows = [("verdict", evidence.verdict)]
+    rows += labelled("weighed", evidence.decided)
     for row in [*told]:
-        if UNSURE in row[1] or row[1].startswith(("SLO ", f"mode {plan.mode}, not ")):
+        if UNSURE in row[1]:
             rows.append(row)
             told.remove(row)
     rows.append(("step times", evidence.times_source))
@@ -449,14 +448,6 @@ def _details(evidence: Evidence) -> Iterator[RenderableType | None]:
         )
     if evidence.padding_map:
         yield _padding_map(evidence.padding_map)
-    spans = TextColumn("sizes", lambda part: f"{part.first} to {part.last}")
-    yield figures(
-        "Sizes not worth a graph",
-        evidence.not_worth,
-        _LANE,
-        spans,
-        _WHY,
-    )
 
 
 def _padding_map(found: PaddingMap) -> RenderableType:

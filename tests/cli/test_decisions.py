@@ -56,7 +56,7 @@ def test_each_mode_with_graphs_is_weighed() -> None:
 
 
 def decisions(plan: Any) -> str:
-    return "\n".join(plan.evidence["decisions"])
+    return "\n".join((*plan.evidence["decided"], *plan.evidence["decisions"]))
 
 
 @pytest.mark.parametrize(

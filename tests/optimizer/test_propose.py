@@ -669,7 +669,6 @@ def test_nothing_is_captured_where_graphs_bring_nothing() -> None:
         assert proposal.evidence.pareto == ()
         assert proposal.evidence.verdict.startswith("no graph saves time")
         assert proposal.evidence.exact
-    assert [(n.first, n.last) for n in proposal.evidence.not_worth] == [(1, 64)]
 
 
 def test_the_verdict_says_that_graphs_could_not_be_captured() -> None:
@@ -679,21 +678,6 @@ def test_the_verdict_says_that_graphs_could_not_be_captured() -> None:
     assert evidence.graphs == 0
     assert evidence.expected_us.plan > evidence.expected_us.bound
     assert evidence.verdict == "no graph that saves time is left: it could not be captured"
-
-
-def test_sizes_that_are_not_worth_a_graph() -> None:
-    evidence = evidence_of(
-        config_of("FULL_AND_PIECEWISE", seqs=200), traffic(decode(64), {StepShape(10, 2): 1.0})
-    )
-    found = {
-        (region.mode, region.reason): (region.first, region.last) for region in evidence.not_worth
-    }
-    assert found == {
-        (FULL, "no batch of this lane is as large: 64 does as well"): (65, 89),
-        (FULL, "an eager step takes no longer"): (90, 200),
-        (PIECEWISE, "no batch of this lane is as large: 10 does as well"): (11, 69),
-        (PIECEWISE, "an eager step takes no longer"): (70, 512),
-    }
 
 
 # --- adapters -------------------------------------------------------------------------------------------------
