@@ -16,10 +16,10 @@ from cgplan.cli.output import note, prints_aside, show, wrapped
 from cgplan.config import Config, LoadedConfig, read_config
 from cgplan.config.load import read_text
 from cgplan.config.template import inline_yaml
-from cgplan.errors import PlanError, ReportError
+from cgplan.errors import PlanError, PlanMismatchError, ReportError
 from cgplan.optimizer.subset import within_count
 from cgplan.planning import Plan, build_plan
-from cgplan.reports import render
+from cgplan.reports import load_plan, render
 from cgplan.reports.layout import (
     Grid,
     TextColumn,
@@ -28,7 +28,8 @@ from cgplan.reports.layout import (
     sentences,
     titled,
 )
-from cgplan.reports.plan_tables import case_table, lane_table
+from cgplan.reports.plan_tables import case_table, lane_table, predicted_by
+from cgplan.units import format_bytes
 
 if TYPE_CHECKING:
     from cgplan.planning.costs import GraphCosts
@@ -110,13 +111,27 @@ def _split_of(loaded: LoadedConfig) -> RenderableType:
     return render(found)
 
 
-def check_vllm(read: VllmConfig, file: Path | None) -> None:
-    """Raises PlanError for sizes that vLLM does not capture, ReportError for another log."""
+def check_vllm(
+    read: VllmConfig | None,
+    file: Path | None,
+    saved: Path | None,
+    utilization: float | None,
+    gpu_gib: float | None,
+) -> None:
+    """Raises PlanError for sizes that vLLM does not capture, ReportError for another log, and
+    PlanMismatchError for a start of other graphs than the saved plan's.
+    """
     from cgplan.planning.engines import describe_batches
     from cgplan.planning.vllm_log import StartLog
+    from cgplan.pricing.measured import MeasuredCosts
 
-    plan = build_plan(read.loaded.config)
-    said: Iterable[str] = ()
+    if read:
+        plan = build_plan(read.loaded.config)
+    else:
+        assert saved
+        plan = load_plan(saved)
+    said = list[str]()
+    others = list[str]()
     if file:
         log = StartLog.parse(read_text(file, ReportError, _LOG))
         if not log:
@@ -124,22 +139,46 @@ def check_vllm(read: VllmConfig, file: Path | None) -> None:
                 f"{file} has no line `Graph capturing finished in ... secs, took ... GiB`",
                 remedy=_LOG,
             )
-        said = [
-            *log.of_other_options(plan),
-            *log.said(),
-        ]
-    for line in read.notes:
+        if not (read or log.graphs):
+            raise ReportError(
+                f"{file} does not say how many graphs were captured",
+                remedy="Log standard error, too: vLLM's progress bars count them.",
+            )
+        others += log.of_other_options(plan)
+        said += others
+        said += log.said()
+        nbytes = log.bytes
+        predicted = plan.predicted
+        if others and read:
+            costs = MeasuredCosts.from_vllm_log(log, read.loaded.config, str(file))
+            predicted = costs.of(plan.keys)
+            nbytes = predicted.total_bytes
+        if predicted:
+            memory = format_bytes(predicted.total_bytes)
+            figures = f"{memory} and {predicted.seconds:.3g} s, by {predicted_by(predicted)}"
+            said.append(f"predicted for {plan.graph_words}: {figures}")
+        said += log.kv_cache(
+            nbytes,
+            utilization,
+            gpu_gib,
+        )
+    for line in read.notes if read else ():
         note(f"note: {line}")
     head = (
         f"vLLM captures {plan.graph_words} in mode {plan.mode}, "
         f"sizes in tokens: {describe_sizes(plan.capture_sizes)}"
     )
     typer.echo(wrapped("\n".join((head, *describe_batches(plan), *said))))
-    if read.lost:
+    if read and read.lost:
         raise PlanError(
             "vLLM does not capture all that was asked for\n  - " + "\n  - ".join(read.lost),
             remedy="Give the sizes of batches as cudagraph_capture_sizes, in decode multiples of "
             f"{plan.query_len}, the largest included, and no max_cudagraph_capture_size.",
+        )
+    if others and not read:
+        raise PlanMismatchError(
+            f"{saved}: {others[0]}",
+            remedy=f"Start vLLM with the options at the end of `cgplan inspect {saved}`.",
         )
 
 

@@ -79,7 +79,9 @@ class _Commands(TyperGroup):
             hint = ""
             if search(r"option: (-q|--quiet)", said):
                 said += "; it goes before the command: cgplan -q COMMAND"
-            elif search(r"option: -(-|O|c)|(command '|\()(vllm|serve)|extra.*\(\S+/", said):
+            elif search(r"option: --(slo|kv-c|kv-t|mode|costs|max-g|memory)", said):
+                hint = "Of `cgplan plan`: a saved plan holds its SLO, KV cache, mode and budget"
+            elif search(r"option: -[-Octpd]|(command '|\()(vllm|serve)|extra.*\(\S+/", said):
                 hint = (
                     "Of vLLM: --vllm JSON of `plan` or `vllm check` takes the keys of its "
                     "--compilation-config; -h lists its other options that decide on graphs; leave "
@@ -361,21 +363,37 @@ def inspect(request: InspectRequest, engine: VllmOptions) -> None:
     engines,
     """cgplan vllm check --vllm '{"max_cudagraph_capture_size": 42}' --max-num-seqs 6""",
     "cgplan vllm check --max-num-seqs 256 --log start.log",
+    "cgplan vllm check --plan plan.json --log start.log",
 )
 def check(
     engine: VllmOptions,
     log: Annotated[Path | None, Option(metavar="FILE", help="vLLM's log of a start.")] = None,
+    plan: Annotated[
+        Path | None,
+        Option(metavar="FILE", help="A saved plan, in place of --vllm."),
+    ] = None,
+    gpu_memory_utilization: Annotated[
+        float | None, Option(metavar="SHARE", help="If not the log's.", min=0.01)
+    ] = None,
+    gpu_memory: Annotated[
+        float | None, Option(metavar="GIB", help="If not the log's.", min=1)
+    ] = None,
 ) -> None:
     """Say which sizes vLLM leaves out, which batches run eagerly, and what its KV cache gets.
 
-    The exit code is 5 if sizes that were asked for are left out.
+    The exit code is 5 if sizes that were asked for are left out, 21 if the log's start has another
+    number of graphs than the plan.
     """
     from cgplan.cli.inspect import check_vllm
 
-    engine.vllm = engine.vllm or "{}"
+    if not log and (gpu_memory or gpu_memory_utilization):
+        raise BadParameter("another GPU memory than the log's, without --log FILE")
+    if plan is None:
+        engine.vllm = engine.vllm or "{}"
+    elif engine.vllm:
+        raise BadParameter("give either --vllm JSON or --plan FILE")
     vllm = engine.read()
-    assert vllm
-    check_vllm(vllm, log)
+    check_vllm(vllm, log, plan, gpu_memory_utilization, gpu_memory)
 
 
 @command(

@@ -607,7 +607,10 @@ class Planner:
         notes += self._memory_notes(planned)
         notes += self._other_bounds(config, self._shown(miss))
         if plan.draft_keys:
-            notes.append("max_graphs counts the draft model's graphs, costs and step times do not")
+            notes.append(
+                "max_graphs counts the draft model's graphs; step times do not, nor costs but "
+                "those of a log with drafts"
+            )
         return planned.explained(
             service=tuple(self._points(config, plan, miss)),
             slo=tuple(self.slo),

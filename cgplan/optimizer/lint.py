@@ -5,21 +5,18 @@ with figures.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from cgplan.modes import CUDAGraphMode
-from cgplan.optimizer.lanes import Run, largest_of, stride_of
+from cgplan.optimizer.lanes import Run, largest_of
 from cgplan.planning.plan import Lane, Plan, lanes_of
 from cgplan.traffic.histogram import StepShape
 from cgplan.units import counted, format_microseconds, listed
 
 CLIFF = 1.05  # eager over graph, from which on it is worth a word
 WIDE = 0.25  # padding, as a share of the tokens that run
-FINE = 8  # requests; a step of so many is not called wide, the ladders' own are
-MOST_STEPS = 3  # of a lane that are named
 SELDOM = 0.005  # share of the steps, or of their time, below which padding does not matter
 
 
@@ -44,7 +41,6 @@ def lint_without_traffic(plan: Plan) -> tuple[str, ...]:
     return (
         *_uncaptured_decode(plan),
         *_uneven_sizes(plan),
-        *_sparse_steps(plan),
     )
 
 
@@ -58,29 +54,6 @@ def _uncaptured_decode(plan: Plan) -> Iterator[str]:
             f"graph holds {held}: "
             "batches beyond it run eagerly; lower it, or list that size in cudagraph_capture_sizes"
         )
-
-
-def _sparse_steps(plan: Plan) -> Iterator[str]:
-    """Steps of a ladder where more than a quarter of what runs is padding, if all sizes of batches
-    are as frequent.
-    """
-    lanes = {(lane._replace(num_active_loras=0), sizes) for lane, sizes in plan.lanes().items()}
-    for lane, sizes in sorted(lanes, key=lambda item: (item[0].mode.name, item[1])):
-        stride = stride_of(lane, plan)
-        wide = []
-        for below, size in pairwise((0, *sizes)):
-            first = below + stride
-            is_long = size - below > FINE * stride
-            if is_long and size - first > 2 * WIDE * size:
-                wide.append((first, size))
-        for first, size in wide[:MOST_STEPS]:
-            yield (
-                f"{lane}: batches of {first} to {size} tokens run at {size}, "
-                f"{(size - first) / 2 / size:.0%} of which "
-                "is padding on average"
-            )
-        if len(wide) > MOST_STEPS:
-            yield f"{lane}: and {len(wide) - MOST_STEPS} more steps as wide"
 
 
 def _traffic_cliffs(plan: Plan, run: Run) -> Iterator[str]:

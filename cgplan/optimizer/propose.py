@@ -14,7 +14,7 @@ from collections.abc import (
 )
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import zip_longest
 from typing import Any
 
@@ -98,11 +98,8 @@ ROUNDS = 12  # of weighing loads for the worst regret
 NO_GRAPH_GAIN = "no gain"
 FAILED = "it could not be captured"
 CASE = "its LoRA case was not planned for, see the notes"
-RULE = (
-    "without max_graphs the plan has no more graphs than are as good as the ladder and bring "
-    "95% of what graphs can"
-)
-UNPROVEN = "the search did not find it, and the plan is not proven to be the best"
+RULE = "the rule needs no more graphs: give max_graphs"
+UNPROVEN = "the search did not find it, and the plan is not proven"
 
 
 def plan_graphs(inputs: PlanInputs) -> PlannedGraphs:
@@ -403,16 +400,10 @@ def _check_one_graph(
     if limits.seconds is not None and seconds > limits.seconds:
         wrong.append(f"budget.capture_time is {limits.seconds:.3g} s")
         enough.append(f"budget.capture_time to {seconds * 1.01:.3g}s")
-    costs = inputs.costs
-    assert costs is not None, "without costs a graph costs nothing"
     raise BudgetError(
         f"{' and '.join(wrong)}, but the cheapest graph that a batch gains by, "
-        f"{' and '.join(names)}, takes {format_bytes(int(memory))} (pool, static buffers, "
-        f"workspaces and driver) and {seconds:.3g} s; by costs {costs.source}, between and beyond "
-        "whose sizes they are interpolated",
-        remedy=f"Raise {' and '.join(enough)} at least, or set compilation.cudagraph_mode: NONE. "
-        "`cgplan capture` with "
-        "that size alone in compilation.cudagraph_capture_sizes shows what it really takes.",
+        f"{' and '.join(names)}, takes {format_bytes(int(memory))} and {seconds:.3g} s by --costs",
+        remedy=f"Raise {' and '.join(enough)} at least, or set compilation.cudagraph_mode: NONE.",
     )
 
 
@@ -440,13 +431,18 @@ class Curve:
         inputs = self.inputs
         steps = []
         for graphs in range(self.graphs + 1):
-            keys = self.keys_of(self.found.chosen(graphs))
+            keys = self.keys(graphs)
             steps.append(inputs.step(keys, inputs.seen))
         return steps
 
     @property
     def graphs(self) -> int:
         return self.found.value.size - 1
+
+    @cached_property
+    def keys(self) -> Callable[[int], tuple[Key, ...]]:
+        """Of the best plan of so many graphs."""
+        return cache(lambda graphs: self.keys_of(self.found.chosen(graphs)))
 
     def fewest(self, total: float) -> int | None:
         """The fewest graphs with which all steps together are no longer than that."""
@@ -472,7 +468,7 @@ class Curve:
         if fewest is None:
             return self.worthwhile
         for graphs in range(max(fewest, 1), self.graphs + 1):
-            keys = self.keys_of(self.found.chosen(graphs))
+            keys = self.keys(graphs)
             if all(inputs.step(keys, part) <= goal for part, goal in longest):
                 return graphs
         return self.worthwhile
@@ -493,7 +489,7 @@ class Curve:
         return {"bytes": cost and cost.total_bytes, "seconds": cost and cost.seconds}
 
     def point(self, graphs: int) -> ParetoPoint:
-        keys = self.keys_of(self.found.chosen(graphs))
+        keys = self.keys(graphs)
         return ParetoPoint(
             graphs=graphs,
             expected_us=self.steps[graphs],
@@ -525,10 +521,6 @@ class PlannedGraphs:
 
     def explained(self, **decided: Any) -> Plan:
         """The plan with its evidence; ``decided``: what that says besides."""
-        evidence = self._evidence(decided)
-        return self.plan.changed(evidence=evidence.model_dump(mode="json"))
-
-    def _evidence(self, decided: Mapping[str, Any]) -> Evidence:
         plan = self.plan
         run = self.run
         inputs = self.inputs
@@ -565,7 +557,7 @@ class PlannedGraphs:
             )
         binding = self._binding()
         price = curve.price(plan.keys)
-        return Evidence(
+        evidence = Evidence(
             traffic_source=run.traffic.source,
             traffic_weight=run.traffic.total,
             traffic_notes=run.traffic.notes,
@@ -609,6 +601,7 @@ class PlannedGraphs:
             step_times=run.times.model_dump(mode="json"),
             **decided,
         )
+        return plan.changed(evidence=evidence.model_dump(mode="json"))
 
     def _loads(self) -> Iterator[LoadPoint]:
         loads = [load for load, _ in (*self.inputs.loads, *self.inputs.beside)]

@@ -63,6 +63,7 @@ class StartLog:
         by_mode: Estimated (bytes of the first graph, bytes of each other) by runtime mode, in logs
             of level DEBUG.
         advice: The numbers of vLLM's line on ``--kv-cache-memory``.
+        has_drafts: Whether the start had speculative tokens.
         version: Of vLLM; empty if the log does not tell it.
         largest: Capture size, if known.
         kv_token_bytes: Of the KV cache, by ``advice``; 0 if not known.
@@ -77,6 +78,7 @@ class StartLog:
     version: str = ""
     largest: int = 0
     kv_token_bytes: int = 0
+    has_drafts: bool = False
 
     @classmethod
     def parse(cls, text: str) -> StartLog | None:
@@ -119,6 +121,7 @@ class StartLog:
             version=version[1] if version else "",
             largest=max(sizes, default=0),
             kv_token_bytes=round(kv_bytes),
+            has_drafts="speculative_config=Spec" in text,
         )
 
     @property
@@ -147,20 +150,38 @@ class StartLog:
         )
         if not self.advice:
             return
-        free, total, share, fits, whole, used = self.advice
+        _, _, share, fits, whole, used = self.advice
         yield (
             f"the KV cache has {used:.2f} GiB; vLLM itself advises --kv-cache-memory-bytes "
             f"{fits:.0f} to stay within --gpu-memory-utilization {share:g}, {whole:.0f} to use the "
             "whole GPU"
         )
-        if self.reserved:
-            room = self.reserved - GIB // 200  # the log rounds to 0.01 GiB
-            better = min(share + (self.reserved - self.bytes) / GIB / total, free / total)
-            yield (
-                "that advice takes off the graphs twice, as estimated and as captured: "
-                f"{fits + room:.0f} ({(fits + room) / GIB:.2f} GiB) stays within it, too, as does "
-                f"--gpu-memory-utilization {int(better * 1e4) / 1e4:.4f}"
-            )
+
+    def kv_cache(
+        self,
+        graph_bytes: int,
+        utilization: float | None,
+        gpu_gib: float | None,
+    ) -> Iterator[str]:
+        """What graphs leave to the KV cache."""
+        if not self.advice:
+            return
+        _, total, share, fits, *_ = self.advice
+        room = fits + self.bytes - graph_bytes
+        if self.reserved:  # the advice takes off the graphs twice, rounded to 0.01 GiB
+            room += self.reserved - GIB // 200
+        rest = total * share - room / GIB
+        total = gpu_gib or total
+        share = utilization or share
+        left = max(total * share - rest, 0.0)
+        size = f"{left:.2f} GiB"
+        if self.kv_token_bytes:
+            size += f", {left * GIB / self.kv_token_bytes:,.0f} tokens"
+        yield (
+            f"--kv-cache-memory-bytes {left * GIB:.0f} ({size}): {total:g} GiB of the GPU x "
+            f"--gpu-memory-utilization {share:g}, less {rest:.2f} GiB for all else, of it "
+            f"{format_bytes(graph_bytes)} for graphs"
+        )
 
 
 def logged_steps(text: str) -> Iterator[tuple[tuple[CUDAGraphMode, int, bool], float]]:

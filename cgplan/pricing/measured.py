@@ -260,6 +260,8 @@ class MeasuredCosts(GraphCosts):
             f"{format_bytes(log.bytes)} and {log.seconds:.0f} s: each graph was given the same "
             f"seconds and, of memory, {how}",
         ]
+        if log.has_drafts:
+            notes.append(f"{path} is of a start with drafts: each graph has its share of theirs")
         costs = cls(keys, points, config, source=f"the log of vLLM, {path}", notes=notes)
         costs.estimated = True
         return costs

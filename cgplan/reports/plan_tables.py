@@ -477,6 +477,9 @@ def _reasons(plan: Plan, evidence: Evidence) -> Iterator[Fact]:
         unseen = "of the steps have sizes not seen, to the largest that may come, max_num_seqs"
         yield "insurance", f"{evidence.insurance:.0%} {unseen} = {plan.max_num_seqs}"
     if evidence.other_loads:
+        included = "with loads"
+        if evidence.insurance:
+            included = "with both"
         loads = evidence.loads
         names = dict.fromkeys(load.source.partition(":")[0] for load in loads[1:])
         told = f"{evidence.other_loads:.0%} of steps: {', '.join(names)}"

@@ -548,10 +548,11 @@ class StepTimes(Record):
     ) -> Floats:
         """``of`` for an array of tokens. Raises StepTimeError if no curve tells the time."""
         curve, factor = self._curve_of(mode, num_active_loras)
-        full, _ = self._curve_of(CUDAGraphMode.FULL, num_active_loras)
         of_full: Floats | None = None
-        if mode is not CUDAGraphMode.FULL and full is not None:
-            of_full = self.at(CUDAGraphMode.FULL, tokens, num_active_loras)
+        if mode is not CUDAGraphMode.FULL:
+            full, _ = self._curve_of(CUDAGraphMode.FULL, num_active_loras)
+            if full is not None:
+                of_full = self.at(CUDAGraphMode.FULL, tokens, num_active_loras)
         between: Floats | None = None
         if mode is CUDAGraphMode.PIECEWISE and of_full is not None:
             of_eager = self.at(CUDAGraphMode.NONE, tokens, num_active_loras)
@@ -578,8 +579,9 @@ class StepTimes(Record):
                 break
             slower, slower_factor = self._curve_of(other, num_active_loras)
             if slower is not None:
-                slower_at_last = slower_factor * slower.at(np.array([last]))
-                slower_times = slower_factor * slower.at(tokens)
+                times = slower_factor * slower.at(np.append(tokens, last))
+                slower_times = times[:-1]
+                slower_at_last = times[-1]
                 saving = np.maximum(slower_at_last - factor * longest, 0.0)
                 if other is CUDAGraphMode.NONE:
                     saving = np.maximum(saving - (slower_times - slower_at_last), 0.0)

@@ -400,7 +400,7 @@ def test_limits_that_only_a_useless_graph_keeps_are_refused() -> None:
     drafted = ("--num-speculative-tokens", "3", "--speculative-method", "eagle")
     both = json.dumps({"cudagraph_mode": "FULL_AND_PIECEWISE"})
     command = ("plan", "--vllm", both, *GIVEN[3:], *drafted, *FEW, "--costs", str(START))
-    told = r"and ([0-9.]+) s; [^;]* Raise budget.capture_time to ([0-9.]+s) at least"
+    told = r"and ([0-9.]+) s by --costs\s+remedy: Raise budget.capture_time to ([0-9.]+s) at least"
     shown = re.search(told, refused(errors.BudgetError, *command, "--capture-time", "1ms"))
     assert shown
     one_graph = f"{float(shown[1]) * 0.75}s"
@@ -418,6 +418,23 @@ def test_a_check_of_an_slo_counts_the_draft_model() -> None:
     shown = good("plan", "check", "slo.json", *GIVEN[-4:-2], "--json").stdout
     own, anew, *_ = json.loads(shown)["points"]
     assert (own["graphs"], anew["graphs"]) == (len(plan.keys), len(plan.keys))
+
+
+def test_a_check_of_a_budget_counts_the_draft_model() -> None:
+    """Sizes that the budget allows without the draft's graphs alone are no better plan."""
+    full = ("plan", "--vllm", json.dumps({"cudagraph_mode": "FULL"}), *GIVEN[3:])
+    drafted = ("--num-speculative-tokens", "3", "--speculative-method", "eagle")
+    few = ("--max-graphs", "6")
+    many = plan_of(*full, *drafted[:2], *few)
+    sizes = ("--set", f"compilation.cudagraph_capture_sizes={list(many.capture_sizes)}")
+    good(*full, *drafted, *few, *sizes, "--output", "few.json")
+    check = json.loads(good("plan", "check", "few.json", *GIVEN[-4:-2], "--json").stdout)
+    own, *others = check["points"]
+    within = [point for point in others if point["graphs"] <= 6]
+    allowed = [point for point in (own, *within) if point["graphs"] + point["drafts"] <= 6]
+    fastest, best = (min(point["expected_us"] for point in some) for some in (within, allowed))
+    assert fastest < best
+    assert check["regret"] == own["expected_us"] / best - 1
 
 
 def test_a_draft_model_counts_in_the_budget(home: Path) -> None:

@@ -209,8 +209,14 @@ def test_plan_for_requests_is_made_with_the_step_times_of_the_plan(home: Path) -
     insured = plan_of(*command).evidence
     assert insured is not None
     assert insured["insurance"] == 0.1
-    assert "the largest that may come, max_num_seqs = " in unwrapped(good(*command).stdout)
+    shown = unwrapped(good(*command).stdout)
+    assert "the largest that may come, max_num_seqs = " in shown
+    assert re.search("times and costs; with both +binding", shown)
     plan = plan_of(*command, "--insurance", "0")
+    for objective, loads in (("robust", "with loads"), ("mean", r"lower bound [0-9.]+ us")):
+        without = ("--insurance", "0", "--objective", objective)
+        shown = unwrapped(good(*command, *without).stdout)
+        assert re.search(rf"times and costs; {loads} +binding", shown)
     assert plan.capture_sizes == (1, 4)
     assert plan.evidence is not None
     assert plan.evidence["traffic_weight"] == 60
@@ -850,9 +856,40 @@ def test_vllm_check(home: Path) -> None:
     assert "vLLM captures 49 graphs (26 of them of the draft model) in mode" in shown
     assert "the log is of a start with 9 graphs, the configuration has 49 graphs (26" in shown
     assert "by the log the graphs took 512 MiB and 3 s" in shown
+    assert re.search(
+        r"predicted for 49 graphs \(26 .*\): \S+ \S+ and \S+ s, by the log of vLLM", shown
+    )
+    less = good("vllm", "check", *drafted, "--log", str(START), "--gpu-memory-utilization", "0.5")
+    assert "80 GiB of the GPU x --gpu-memory-utilization 0.5, less " in unwrapped(less.stdout)
     refused_log = cgplan_command("vllm", "check", *bounds, "--log", "good.yaml")
     assert refused_log.exit_code == errors.ReportError.exit_code
     assert "good.yaml has no line `Graph capturing finished" in unwrapped(refused_log.stderr)
+
+
+def test_a_start_is_checked_against_the_plan(home: Path) -> None:
+    """By the number of its graphs, with what was predicted of them; 9 are those of the log."""
+    for name, sizes in (("same.json", "[1, 2, 4, 8, 16]"), ("fewer.json", "[1, 8]")):
+        command = (
+            "plan",
+            "--vllm",
+            f'{{"cudagraph_capture_sizes": {sizes}}}',
+            "--max-num-seqs",
+            "8",
+        )
+        good(*command, "--costs", str(START), "--output", name)
+    checked = ("vllm", "check", "--log", str(START), "--plan")
+    shown = unwrapped(good(*checked, "same.json").stdout)
+    assert "predicted for 9 graphs: 512 MiB and 3 s, by the log of vLLM" in shown
+    assert "by the log the graphs took 512 MiB and 3 s" in shown
+    result = cgplan_command(*checked, "fewer.json")
+    assert result.exit_code == errors.PlanMismatchError.exit_code
+    assert "vLLM captures 4 graphs" in result.stdout
+    said = "fewer.json: the log is of a start with 9 graphs, the configuration has 4 graphs"
+    assert said in unwrapped(result.stderr)
+    Path("uncounted.log").write_text("Graph capturing finished in 3 secs, took 0.50 GiB")
+    uncounted = ("vllm", "check", "--plan", "same.json", "--log", "uncounted.log")
+    assert "does not say how many graphs" in refused(errors.ReportError, *uncounted)
+    assert cgplan_command(*checked, "same.json", "--vllm", "{}").exit_code == 2
 
 
 def test_plan_diff_shows_costs_that_one_side_has(home: Path) -> None:
@@ -1099,7 +1136,11 @@ def test_what_a_plan_of_several_sizes_refuses(home: Path) -> None:
         ("plan --vllm {} --memory 2", "2 bytes pay for no graph: give a unit"),
         ("plan p.json", "Of a saved plan: `cgplan inspect FILE`, or `cgplan plan check FILE`"),
         ("plan --vllm {} --cudagraph-capture-sizes 1 2", "keys of its --compilation-config"),
-        ("vllm check --gpu-memory-utilization 0.9", "leave out the rest"),
+        ("vllm check --gpu-memory-utilization 0.9", "without --log"),
+        ("vllm check --tensor-parallel-size 2", "leave out the rest"),
+        ("plan --vllm {} -tp 2", "leave out the rest"),
+        ("plan check p.json --slo tpot_p99=5ms", "a saved plan holds its SLO"),
+        ("plan check p.json --kv-cache-tokens 5", "a saved plan holds its SLO"),
         ("inspect --vllm {} --max_num_seqs 4", "(Possible options: --max-num-seqs)"),
         ("plan --vllm {} --enforce-eager", "leave it out"),
         ("inspect --vllm {} --enforce-eager", "leave it out"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -65,17 +66,56 @@ def test_another_release_gets_the_rules_of_the_nearest(version: str, is_other: b
 
 def test_what_the_graphs_leave_to_the_kv_cache() -> None:
     """72 GiB are asked for; 20 are weights, 1.25 activations, 0.5 graphs, and vLLM leaves 150 MiB free."""
-    taken, advised, better = started(LOG).said()
+    log = started(LOG)
+    taken, advised = log.said()
     assert (
         taken == "by the log the graphs took 512 MiB and 3 s, and vLLM kept 768 MiB free for them"
     )
     assert (
         "--kv-cache-memory-bytes 52992933888 to stay within --gpu-memory-utilization 0.9" in advised
     )
-    room = int(re.findall(r"\d{9,}", better)[0])
+    (said,) = log.kv_cache(log.bytes, None, None)
+    room = int(re.findall(r"\d{9,}", said)[0])
     exact = (72 - 20 - 1.25 - 0.5) * GIB - 150 * MIB
     assert exact - GIB // 100 <= room <= exact
-    assert float(better.split()[-1]) == pytest.approx(0.9 + 0.25 / 80, abs=1e-4)
+    assert "tokens" not in said
+
+
+@pytest.mark.parametrize(
+    ("graphs", "share", "gpu", "more"),
+    [
+        (GIB // 2, 0.9, 80, 0),
+        (GIB // 4, None, None, 1 / 4),
+        (GIB // 2, 0.8, None, -8),
+        (GIB // 2, None, 40, -36),
+        (GIB, 0.5, 140, -2 - 1 / 2),
+        (GIB, 0.1, None, -1000),
+    ],
+)
+def test_the_kv_cache_of_other_graphs_shares_and_gpus(
+    graphs: int, share: float | None, gpu: float | None, more: float
+) -> None:
+    """In GiB beside the start of the log, whose token takes 1 MiB."""
+    log = replace(started(LOG), kv_token_bytes=MIB)
+    (own,) = log.kv_cache(log.bytes, None, None)
+    (said,) = log.kv_cache(graphs, share, gpu)
+    room, before = (int(re.findall(r"\d{9,}|\d+(?= \()", text)[0]) for text in (said, own))
+    assert room == pytest.approx(max(before + more * GIB, 0), abs=1)
+    found = re.search(r"GiB, ([\d,]+) tokens", said)
+    assert found
+    assert int(found[1].replace(",", "")) == round(room / MIB)
+    assert f"{gpu or 80:g} GiB of the GPU x --gpu-memory-utilization {share or 0.9:g}" in said
+    assert [*started("Graph capturing finished in 5 secs, took 0.5 GiB").kv_cache(0, 0.9, 80)] == []
+
+
+@pytest.mark.parametrize(
+    "method", ["None", "SpeculativeConfig(method='eagle3', num_spec_tokens=3)"]
+)
+def test_costs_of_a_start_with_drafts_say_so(method: str) -> None:
+    text = LOG.replace("model='m'", f"model='m', speculative_config={method}")
+    notes = costs_of(text, config_of()).notes
+    said = "start.log is of a start with drafts: each graph has its share of theirs"
+    assert (said in notes) == (method != "None")
 
 
 def test_of_several_starts_the_last_counts_and_of_several_ranks_the_worst() -> None:
