@@ -121,7 +121,8 @@ def _nodes_of(graph: int) -> Array[ctypes.c_void_p]:
     get_nodes = libcuda().cuGraphGetNodes
     _check(get_nodes(handle, None, ctypes.byref(count)))
     nodes = (ctypes.c_void_p * count.value)()
-    _check(get_nodes(handle, nodes, ctypes.byref(count)))
+    if count.value:  # else an error
+        _check(get_nodes(handle, nodes, ctypes.byref(count)))
     return nodes
 
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cgplan.backends.blame import blamed_line
-from cgplan.backends.host_sync import OperatorMode, as_its_caller, tensors_in
+from cgplan.backends.host_sync import OperatorMode, tensors_in
 from cgplan.errors import BackendError
 
 MemoryKind = Literal["device", "host"]
@@ -90,7 +90,7 @@ class OperatorLog(OperatorMode):
     def see(self, func: Any, args: Any, kwargs: Any) -> Any:
         launches = self._open_launches()
         first = nodes_so_far(self._device)
-        result = as_its_caller(func, func, self.device)(*args, **kwargs)
+        result = self.run_whole(func, args, kwargs)
         if launches is None or first is None:
             return result
         end = nodes_so_far(self._device)

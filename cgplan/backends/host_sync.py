@@ -320,10 +320,21 @@ class OperatorMode(DispatchMode):
     ) -> Any:
         """The mode sees the parts of a composite operator."""
         if not is_composite(func, self.device.upper()):
-            return as_its_caller(func, func, self.device)(*args, **kwargs)
+            return self.run_whole(func, args, kwargs)
         decompose = as_its_caller(func, func.decompose, self.device)
         with self:
             return decompose(*args, **kwargs)
+
+    def run_whole(
+        self,
+        func: Any,
+        args: Args,
+        kwargs: Kwargs,
+    ) -> Any:
+        result = as_its_caller(func, func, self.device)(*args, **kwargs)
+        if implemented_in_python(func, self.device.upper()):
+            count_writes(func, args, kwargs)
+        return result
 
 
 class Operator(NamedTuple):

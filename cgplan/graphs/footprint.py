@@ -593,26 +593,33 @@ def look(
 ) -> Footprint:
     """Run a forward eagerly, once; ``options`` of ``Look``."""
     device = put_back.before.device
-    with (
-        put_back.run(),
-        random_state_kept(device),
-        setting(probing, True),
-        as_written(),
-        ExitStack() as stack,
-    ):
-        mode = Look(put_back, **options)
-        stack.enter_context(answering(mode.hidden_from, mode.answer))
-        if device.type == "cpu":  # on a GPU the dispatcher sees it
-            stack.enter_context(host_guard(mode.refusals))
-        stack.enter_context(mode)
-        try:
-            call()
-        except Exception as error:
-            mode.found.error = f"{type(error).__name__}: {first_line(error)}"
-            traceback.clear_frames(error.__traceback__)  # locals hold tensors
-        finally:
-            stack.close()
-            mode.finish()
+    failed: Exception | None = None
+    try:
+        with (
+            put_back.run(),
+            random_state_kept(device),
+            setting(probing, True),
+            as_written(),
+            ExitStack() as stack,
+        ):
+            mode = Look(put_back, **options)
+            stack.enter_context(answering(mode.hidden_from, mode.answer))
+            if device.type == "cpu":  # on a GPU the dispatcher sees it
+                stack.enter_context(host_guard(mode.refusals))
+            stack.enter_context(mode)
+            try:
+                call()
+            except Exception as error:
+                failed = error
+                raise
+            finally:
+                stack.close()
+                mode.finish()
+    except Exception as error:
+        if error is not failed:
+            raise
+        mode.found.error = f"{type(error).__name__}: {first_line(error)}"
+        traceback.clear_frames(error.__traceback__)  # locals hold tensors
     bound = {id(change.now) for change in put_back.last.values()}
     mode.found.outside = mode.outside.tensors(bound)
     return mode.found

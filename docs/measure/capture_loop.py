@@ -90,7 +90,7 @@ def session(plan, model, config, backend):
 def sleep(plan, model, config, backend):
     """Seconds to sleep and to wake with all keys, and bytes that a sleep gives back."""
     runner = CaptureSession(plan, model, backend, config).run()
-    call_examples(runner, 1)
+    call_examples(runner)
     before = used(backend.device)
     began = time.perf_counter()
     runner.sleep()

@@ -127,7 +127,7 @@ def ways(device, tokens):
         if found.tolist() != (on_host["ids"] + on_host["positions"]).tolist():
             raise SystemExit("wrong numbers")
     small = f"{tokens} rows"
-    return backend, runner._copiers[()].name, [
+    return backend, type(runner._copiers[()]).__name__, [
         ("bare replay", None, bare),
         (f"stage(), {padded} rows", 1.5, staged(runner, padded)),
         (f"stage(), {small}", 1.5, staged(plain, tokens)),

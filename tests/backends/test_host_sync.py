@@ -19,6 +19,7 @@ from cgplan.backends import GraphBackend
 from cgplan.backends.blame import blamed_line
 from cgplan.backends.tape import TapeBackend
 from cgplan.errors import CaptureError, HostSyncError
+from cgplan.graphs.footprint import OutsideLog
 
 pytestmark = pytest.mark.usefixtures("quiet_collector")
 
@@ -275,3 +276,24 @@ def test_a_line_of_traced_code_is_the_users_line_that_it_came_from() -> None:
     assert f"{__file__}:" in line
     assert "# row 7 of 2" in line
     torch._dynamo.reset()
+
+
+@torch.library.custom_op("cgplan_host_tests::fill", mutates_args={"target"})
+def fill(target: Tensor) -> None:
+    target.view(-1).fill_(2)
+
+
+def test_an_operator_written_in_python_counts_as_a_write_where_operators_are_logged() -> None:
+    """A capture runs nothing, so the count alone tells that a cache was written."""
+    cache = torch.zeros(2, 2)
+
+    def writes() -> int:
+        before = cache._version
+        fill(cache)
+        cache.fill_(1)
+        return cache._version - before
+
+    with torch.no_grad():
+        alone = writes()
+        with OutsideLog("cpu", ()):
+            assert writes() == alone

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import cgplan
 from cgplan import CaptureError, GraphRunner, Input
 from cgplan.backends import GraphBackend, select_backend
+from cgplan.graphs.footprint import current_look
 
 POLICIES = ["eager", "adaptive", "lazy"]
 
@@ -860,6 +861,26 @@ def test_a_table_of_the_last_size_is_refused(
     for size in 4 * (4, 2, 1, 1, 2):
         x = torch.rand(size, 2, device=backend.device)
         same(g(x), plain(x))
+
+
+def test_a_look_that_fails_says_nothing_of_what_runs_write(backend: GraphBackend) -> None:
+    class Caches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("cache", torch.zeros(8, 2, device=backend.device))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if current_look():
+                raise torch.OutOfMemoryError("another process took it")
+            self.cache[: len(x)].copy_(x + 1)
+            return self.cache[: len(x)] * 2
+
+    model, plain = Caches().eval(), Caches().eval()
+    runner = open_runner(backend, model)
+    for size in (4, 2, 1, 4):
+        x = torch.rand(size, 2, device=backend.device)
+        same(runner(x=x), plain(x))
+        same(model.cache, plain.cache)
 
 
 class Grows(nn.Module):

@@ -296,7 +296,7 @@ def test_a_second_runner_on_one_all_reduce() -> None:
         )
     for said, remedy in found:
         assert (said[1], said[3]) == (("ok", None), ("ok", None))
-        assert "where it was dropped without close()" in remedy
+        assert "if it was dropped without close()" in remedy
 
 
 @pytest.mark.parametrize(
