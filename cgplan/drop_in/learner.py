@@ -14,12 +14,12 @@ from torch import Tensor
 
 from cgplan.backends import GraphBackend
 from cgplan.drop_in.call_form import (
+    ById,
     Call,
     Form,
     constants_in,
     containers_in,
     object_roots,
-    objects_in,
     shapes_of,
     taken_apart,
 )
@@ -135,7 +135,7 @@ class Learner(Inference):
 
     def forget_object(self, value: Any) -> None:
         for kind in self.kinds:
-            if value in objects_in(kind.form):
+            if ById(value) in kind.form:
                 kind.close()
                 self._kinds[kind.form].remove(kind)
         for family in self._families.values():

@@ -367,7 +367,7 @@ class AddressChecks:
     def seal(self, known: Fingerprint | None = None) -> None:
         """``known``: a record that may still be true."""
         is_current = self._sealed is not None and not self.is_outdated
-        if is_current or self._policy == "off":
+        if is_current or self._policy == "off" or self._moved is not None:
             return
         sealed = self._record_of_reads(None if known is None or known.changes() else known)
         self.forget_all()

@@ -527,6 +527,7 @@ class GraphRunner:
                     f"no graph serves the batch: {call.count.reason}",
                     remedy="Pass a batch that a graph serves.",
                 )
+            self._captured.check_addresses((call.route.mode, call.route.descriptor))
             call.copy_in(values, self._launcher.stream(), False)
             return self._launcher.verifier.verify(call, values, leaves=False)[0]
 
@@ -616,10 +617,12 @@ class GraphRunner:
         captured: Collection[Key] = (),
         evicted: Collection[Key] = (),
     ) -> None:
-        """Free the graphs of some keys, and capture wanted others."""
+        """Free the graphs of some keys, and capture wanted others. Raises AddressError."""
         with self._held():
             self._check_open()
             with self._changing() as keys:
+                if captured:
+                    keys.check_addresses()
                 keys.capture(captured, evicted=evicted)
 
     @contextmanager

@@ -336,3 +336,25 @@ def test_an_eager_piece_binds_a_tensor_that_a_segment_reads(
             full(backend, value * 2 + 1 + (value * 6 if kind == "its own" else 3)),
         )
     runner.close()
+
+
+def test_an_exchange_of_graphs_hides_no_move(backend: GraphBackend) -> None:
+    """Its captures would take the addresses of now for those that older graphs read."""
+    model = nn.Linear(2, 2, device=backend.device).eval()
+    inputs = {"input": cgplan.Input(shape=("num_tokens", 2), dtype="float32", pad=0)}
+    lazy = {"cudagraph_capture_sizes": [1, 4], "capture_policy": "lazy"}
+    runner = cgplan.capture(model, inputs, compilation=lazy, device=backend.device)
+    x = torch.randn(1, 2, device=backend.device)
+    runner(x)
+    others = set(runner.reachable.keys) - set(runner.plan.keys)
+    kept = model.weight.data
+    model.weight.data = kept.clone()
+    with pytest.raises(AddressError, match="1 changed"):
+        runner.exchange(others)
+    model.weight.data = kept
+    runner.exchange(others)
+    runner.invalidate("weights")
+    runner.exchange(evicted=others)
+    for use in (runner, runner.verify):
+        with pytest.raises(AddressError, match="'weights' moved"):
+            use(x)
