@@ -949,14 +949,15 @@ def test_transformers_generate_by_graphs(backend: GraphBackend) -> None:
     for name, wanted in (
         (
             "max_length",
-            "Did you mean 'max_cache_len'? No rows are padded. Arguments are max_cache_len,",
+            "Did you mean 'max_cache_len'? No rows are padded; `generate` warms up. Arguments are max_cache_len,",
         ),
         ("max_graph", "Did you mean 'max_graphs'?"),
-        ("sizes", "No rows are padded."),
-        ("dynamic", "No rows are padded."),
+        ("sizes", "No rows are padded; `generate` warms up."),
+        ("dynamic", "No rows are padded; `generate` warms up."),
+        ("example", "No rows are padded; `generate` warms up."),
     ):
         with pytest.raises(ConfigError, match=f"generate has no argument '{name}'") as caught:
-            cgplan.graphed_generate(lm, max_cache_len=8, **{name: 2})
+            cgplan.graphed_generate(lm, **{name: 2})
         assert caught.value.remedy.startswith(wanted)
         assert "sizes" not in caught.value.remedy
     for own in ({"strict": False}, {"ignore": ["model.calls"]}, {"address_check": "always"}):

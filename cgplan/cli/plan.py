@@ -56,6 +56,7 @@ SAME_STEPS = (  # settings that do not change how long a step takes
     "scheduler.max_num_seqs",
     "compilation.verify",
     "compilation.address_check",
+    "compilation.strict",
 )
 
 if TYPE_CHECKING:

@@ -464,7 +464,7 @@ def graphed(
 
 def graphed_generate(
     model: Any,
-    max_cache_len: int,
+    max_cache_len: int = 0,
     **options: Any,
 ) -> Graphed:
     """Lets ``model.generate`` of transformers run by graphs; returns the graphed forward, whose
@@ -478,11 +478,17 @@ def graphed_generate(
     one for each of the last 8 numbers of rows.
 
     Args:
-        options: As of ``graphed``, but ``dynamic``, ``sizes`` and ``max_size``: no rows are padded.
+        max_cache_len: In tokens, at least 1.
+        options: As of ``graphed``, but ``dynamic``, ``sizes`` and ``max_size``, as no rows are
+            padded, and ``example``, for which ``generate`` is called once.
 
     Raises ConfigError for other options, and for models other than transformers' decoders;
     ``generate`` raises InputError for more tokens than the cache holds.
     """
+    known = {"max_cache_len": None, **(graphed.__kwdefaults__ or {})}
+    for name in ("sizes", "max_size", "dynamic", "example"):
+        del known[name]
+    refuse_others(graphed_generate, options, "No rows are padded; `generate` warms up.", known)
     if type(max_cache_len) is not int or max_cache_len < 1:
         raise ConfigError(
             f"max_cache_len is {max_cache_len!r:.80}", remedy="Give a number of tokens from 1."
@@ -491,12 +497,8 @@ def graphed_generate(
     if not is_decoder or not cache_argument(model) or model.config.is_encoder_decoder:
         raise ConfigError(
             f"{type(model).__name__} is not a decoder-only model of transformers with a KV cache",
-            remedy="Pass a model as AutoModelForCausalLM.from_pretrained gives it, before graphed.",
+            remedy="Pass one, not its class, before `graphed`; for others call `graphed`.",
         )
-    known = {"max_cache_len": None, **(graphed.__kwdefaults__ or {})}
-    for name in ("sizes", "max_size", "dynamic"):
-        del known[name]
-    refuse_others(graphed_generate, options, "No rows are padded.", known)
     forward = model.forward
     if isinstance(forward, Graphed):  # of an earlier call
         forward = vars(forward)["_wrapped"]

@@ -86,7 +86,8 @@ def written(
         return value
     raise ConfigError(
         f"argument {path} is {value!r:.80}, of {kind.__name__}, which a YAML file cannot hold",
-        remedy="`graphed` a function that makes the argument itself.",
+        remedy="`graphed` a function that makes the argument itself, as `cgplan examples copy "
+        "transformers_qwen3_0_6b` does with a static cache.",
     )
 
 

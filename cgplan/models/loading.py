@@ -102,7 +102,7 @@ def call_target(
     with _importable(Path.cwd() if path is None else path.parent):
         with _blaming(f"importing {source}"):
             found: Any = _import_module(source) if path is None else _import_file(path)
-        remedy = "Name a function or class that builds the model."
+        remedy = "Name a function or class of it."
         for name in attribute.split("."):
             if not hasattr(found, name):
                 hint = did_you_mean(name, (n for n in dir(found) if not n.startswith("_")))
