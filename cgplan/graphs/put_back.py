@@ -457,11 +457,11 @@ class PutBack:
         self,
         path: str,
     ) -> bool:
-        """Containers lose what runs put in, but only if no graph stays."""
+        """Containers lose what runs put in or exchange, but only if no graph stays."""
         change = self.last.get(path)
         if change is None or self.before.is_attribute(change):
             return True
-        return change.is_addition and not self.keeps_first_use
+        return change.where is not None and not self.keeps_first_use
 
     def made_of(
         self,

@@ -883,6 +883,34 @@ def test_a_look_that_fails_says_nothing_of_what_runs_write(backend: GraphBackend
         same(model.cache, plain.cache)
 
 
+@pytest.mark.parametrize("is_bound", [False, True])
+def test_a_warm_up_undoes_flags_in_containers_with_what_it_made_of_its_arguments(
+    backend: GraphBackend, is_bound: bool
+) -> None:
+    class Calibrated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scale", torch.ones((), device=backend.device))
+            self.bound: Any = None
+            self.ready, self.done = {"scale": False}, [False]
+
+        def forward(self, x: Tensor) -> Tensor:
+            if is_bound and not self.done[0]:
+                self.bound, self.done[0] = x.abs().max(), True
+            if not is_bound and not self.ready["scale"]:
+                self.scale.copy_(x.abs().max())
+                self.ready["scale"] = True
+            return x / (self.bound if is_bound else self.scale)
+
+    model, plain = Calibrated().eval(), Calibrated().eval()
+    g = cgplan.graphed(model, dynamic={})
+    g.warm_up(torch.full((3, 4), 7.0, device=backend.device))
+    for _ in range(6):
+        x = torch.rand(3, 4, device=backend.device)
+        same(g(x), plain(x))
+    assert g.graph_calls
+
+
 class Grows(nn.Module):
     """Rows of a table that a size fills for itself, or that grow with it, stay right for others."""
 
