@@ -127,7 +127,7 @@ class Place:
             with suppress(Exception):  # code of the user
                 own = object.__getattribute__(tensor, "__dict__")
                 for name in tensor.__tensor_flatten__()[0]:
-                    where = own if name in own else {name: getattr(tensor, name)}
+                    where = own if name in own else walk.Via(tensor, getattr)
                     found.append(Inside(where, name, f".{name}"))
                 return found
         with suppress(RuntimeError, NotImplementedError):
@@ -319,7 +319,8 @@ class Fingerprint:
             is_lazy = issubclass(kind, UninitializedTensorMixin)
             if issubclass(kind, torch.Tensor) and not is_lazy:
                 found = place.enter_tensor(self.device)
-                self.of_tensors.append(place)
+                if not found:  # else the memory is of what a subclass wraps
+                    self.of_tensors.append(place)
             elif issubclass(kind, torch.Generator):
                 known = (
                     torch.default_generator,
@@ -331,8 +332,7 @@ class Fingerprint:
             elif not (is_lazy or kind in PLAIN or id(value) in seen):
                 seen[id(value)] = value
                 found = self._enter(value, place, classes, named)
-            for inner in reversed(found):
-                todo.append((place, id(value), inner))
+            todo += [(place, id(value), inner) for inner in reversed(found)]
             if not todo:
                 for of_class, (first, layout) in classes.items():
                     for inner in walk.named_in_class(layout, named):

@@ -280,6 +280,8 @@ class PutBack:
         for tensor in written:
             try:
                 storage = tensor.untyped_storage()
+                if storage.device.type == "meta":
+                    continue
                 address = storage.data_ptr()
             except (RuntimeError, NotImplementedError):
                 continue

@@ -6,7 +6,7 @@ import operator
 import threading
 import types
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import cache, partial
 from queue import SimpleQueue
@@ -14,11 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from checks import same
 from torch import Tensor, nn
+from torch.distributed.tensor import DeviceMesh, DTensor, Replicate
+from torch.utils._pytree import tree_map_only
 
 import cgplan
-from cgplan import CaptureError, GraphRunner, Input
+from cgplan import AddressError, CaptureError, GraphRunner, Input
 from cgplan.backends import GraphBackend, select_backend
 from cgplan.graphs.footprint import current_look
 
@@ -141,6 +144,97 @@ def test_writes_of_a_custom_operator_in_python_are_put_back(backend: GraphBacken
         assert model.n.item() == 0
         assert [place.kept for place in runner.report.state] == ["device"]
         assert answers(runner, backend.device, 4, 2) == [1, 2]
+
+
+class Wrapped(Tensor):
+    """Its operators run on the tensor inside, where autograd counts no writes."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Wrapped:
+        made = Tensor._make_wrapper_subclass(
+            cls, inner.size(), dtype=inner.dtype, device=inner.device
+        )
+        made.inner = inner
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["inner"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(cls, lambda wrapped: wrapped.inner, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+class OfSubclass(nn.Module):
+    """A weight that the forward reads, and a counter that it writes in place."""
+
+    def __init__(self, device: torch.device, wrap: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weight = wrap(torch.full((2, 2), 0.5, device=device))
+        self.n = wrap(torch.zeros(1, device=device))
+        self.softmax = nn.Softmax(-1)
+        self.of_input = wrap if wrap is not Wrapped else torch.clone
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.n.add_(1)
+        y = self.of_input(x + 1) @ self.weight + self.n
+        if isinstance(y, DTensor):
+            y = y.to_local()
+        return y + self.softmax(y) * 0
+
+
+@pytest.fixture(params=["wrapper", "DTensor"])
+def wrap(request: pytest.FixtureRequest, backend: GraphBackend) -> Iterator[Any]:
+    """Makes a tensor of a subclass of a dense one."""
+    if request.param == "wrapper":
+        yield Wrapped
+        return
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    mesh = DeviceMesh(backend.device.type, [0])
+    yield lambda tensor: DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("error:Accessing the data pointer of FakeTensor")
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"cudagraph_mode": "FULL"},
+        {"cudagraph_mode": "FULL", "cudagraph_num_of_warmups": 1},
+        {"splitting_modules": ["softmax"], "cudagraph_mode": "PIECEWISE"},
+    ],
+)
+def test_what_a_subclass_wraps_is_read_and_put_back(
+    backend: GraphBackend, wrap: Any, how: dict[str, Any]
+) -> None:
+    model = OfSubclass(backend.device, wrap).eval()
+    inner = "inner" if wrap is Wrapped else "_local_tensor"
+    with closing(open_runner(backend, model, **how)) as runner:
+        assert (f"model.n.{inner}", 4, "device") in [
+            (place.path, place.nbytes, place.kept) for place in runner.report.state
+        ]
+        assert answers(runner, backend.device, 4, 1, 2, 9) == [2, 3, 4, 5]
+        assert sum(runner.stats.replays.values()) == 3
+        assert getattr(model.n, inner).item() == 4
+        getattr(model.weight, inner).fill_(1)
+        assert answers(runner, backend.device, 3) == [7]
+        setattr(model.weight, inner, torch.zeros(2, 2, device=backend.device))
+        with pytest.raises(AddressError, match=rf"changed +model\.weight\.{inner}"):
+            answers(runner, backend.device, 3)
+
+
+def test_graphed_reads_and_puts_back_what_a_subclass_wraps(
+    backend: GraphBackend, wrap: Any
+) -> None:
+    model = OfSubclass(backend.device, wrap).eval()
+    g = cgplan.graphed(model)
+    x = torch.zeros(3, 2, device=backend.device)
+    with torch.no_grad():
+        assert [g(x)[0, 0].item() for _ in range(5)] == [2, 3, 4, 5, 6]
+        assert g.graph_calls == 3
 
 
 def test_a_session_that_fails_at_its_last_key_keeps_nothing_of_the_first(
