@@ -181,6 +181,7 @@ class CaptureSession:
                 plan=plan.changed(config_hash=config_hash(config)),
                 config=config,
                 pool=None,
+                progress=None,
             )
             try:
                 twin = session.run()

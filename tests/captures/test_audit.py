@@ -415,6 +415,18 @@ def test_a_second_capture_proves_pointers_into_the_pool(device: str) -> None:
         assert kinds_of(runner) == twice
 
 
+def test_progress_tells_of_the_first_capture_alone(device: str) -> None:
+    steps: list[Any] = []
+    compilation = {"cudagraph_capture_sizes": (4, 8), "audit": "prove"}
+    model = Block(device).eval()
+    with torch.no_grad():
+        runner = cgplan.capture(
+            model, X, compilation=compilation, device=device, progress=steps.append
+        )
+    assert not is_captured_once(runner)
+    assert [(step.index, step.total) for step in steps] == [(0, 2), (1, 2)]
+
+
 def test_a_second_capture_leaves_no_memory(device: str, backend: GraphBackend) -> None:
     with torch.no_grad():
         kept = {}
