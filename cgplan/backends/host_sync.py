@@ -292,7 +292,7 @@ class DispatchMode(TorchDispatchMode):
         kwargs: Kwargs | None = None,
     ) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # the subclass's code runs operators that the mode sees
+            return NotImplemented  # the mode sees the operators inside
         return self.see(func, args, kwargs or {})
 
     def see(self, func: Any, args: Args, kwargs: Kwargs) -> Any:

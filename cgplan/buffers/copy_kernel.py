@@ -360,6 +360,7 @@ class KernelBatchCopy(BatchCopy):
             for config in self._configs:
                 _STREAM.pack_into(config, _STREAM_AT, stream)
             self._stream = stream
+        # either is right: the kernel strides
         near = marks.tokens <= self._near and marks.exposed_tokens <= self._near
         config_at = self._near_at if near else self._far_at
         launch = self._copier.kernel.launch

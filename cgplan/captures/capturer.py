@@ -231,10 +231,10 @@ class Capturer:
         if not needs_warm_up:
             return Next.TRY_AGAIN
         rehearsal.refuse_changed(str(attempt))
-        is_held = graphs.pools.memory().held > 0
-        self._may_be_uncomputed |= is_held
+        any_held = graphs.pools.memory().held > 0
+        self._may_be_uncomputed |= any_held
         is_explained = looks_again or attempt.has_compiled
-        is_lasting = is_held or not is_explained
+        is_lasting = any_held or not is_explained
         return self._again_with_warm_up(attempt, failure.message if is_lasting else "")
 
     def _again_with_warm_up(self, attempt: _Attempt, because: str) -> Next:

@@ -365,15 +365,15 @@ class ModelGraphs:
         put_back = PutBack(before, copy_limit(self.config.compilation, self.backend))
         self.use_generators(before.generators)
         self._rehearsal = Rehearsal(self, put_back)
-        lost: tuple[type[Exception], ...] = (RuntimeError,)
+        suppressed: tuple[type[Exception], ...] = (RuntimeError,)
         try:
             # the cache of parametrizations ends with the caller's block
             with replaced(parametrize, _cache_enabled=0):
                 yield self._rehearsal
-            lost = ()
+            suppressed = ()
         finally:
             self._rehearsal = None
-            with suppress(*lost):  # a lost device raises its own error
+            with suppress(*suppressed):  # a lost device raises its own error
                 self._end_rehearsal(put_back)
             put_back.drop_copies()
 
@@ -406,16 +406,16 @@ class ModelGraphs:
             records.append(StateRecord(path=path, nbytes=nbytes, kept=kept))
         self.state_records = tuple(records)
         facts = self.facts
-        limit = 0
+        most_compared = 0
         if self.real_rows is not None:
-            limit = copy_limit(self.config.compilation, self.backend)
+            most_compared = copy_limit(self.config.compilation, self.backend)
         for written in put_back.written.values():
             tensor = written.tensor
             storage = tensor.untyped_storage()
             nbytes = storage.nbytes()
             if not written.is_captured:
                 facts.overwritten.discard(storage._cdata)
-            if nbytes > limit and storage._cdata in facts.overwritten:
+            if nbytes > most_compared and storage._cdata in facts.overwritten:
                 continue
             # other views may be written
             whole = torch.empty(

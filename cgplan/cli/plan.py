@@ -97,13 +97,13 @@ def run_plan(
             "--assume-default-times.",
         )
     priced = costs_of(loaded, request.costs)
-    known: Engine | None = engine or ("vllm" if vllm else None)
+    plans_for: Engine | None = engine or ("vllm" if vllm else None)
     if config.dims and (has_traffic or request.costs or request.emit):
         plan = _for_sizes(config, loads, priced, is_emitted=request.emit is not None)
     elif has_traffic:
-        plan = _for_traffic(loaded, loads, priced, known, is_emitted=request.emit is not None)
+        plan = _for_traffic(loaded, loads, priced, plans_for, is_emitted=request.emit is not None)
     else:
-        plan = _by_ladder(config, priced, one_list=known == "vllm")
+        plan = _by_ladder(config, priced, one_list=plans_for == "vllm")
     if vllm:
         plan = plan.changed(notes=(*vllm.notes, *plan.notes))
     if request.emit or request.as_json:
@@ -112,8 +112,8 @@ def run_plan(
             note(line)
     evidence: dict[str, Any] = plan.evidence or {}
     doubt = (evidence.get("step_times") or {}).get("doubt")
-    if known and may_be_emitted and not doubt:
-        plan = with_emission(plan, known, parallelism)
+    if plans_for and may_be_emitted and not doubt:
+        plan = with_emission(plan, plans_for, parallelism)
     shown = _shown(plan, request)
     publish(plan, request.output, as_json=request.as_json, html=request.html, shown=shown)
     missed = evidence.get("slo_missed")

@@ -225,7 +225,7 @@ class Calls:
             return self._run_model(reason, args, kwargs)
         if self.pool is None:
             self._take_device(tensors)
-            return self.run(args, kwargs)  # for autocast of this device
+            return self.run(args, kwargs)  # once, for autocast of this device
         learner = self.learner
         if not learner.holds():
             learner.free_if_changed()

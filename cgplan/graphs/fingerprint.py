@@ -319,7 +319,7 @@ class Fingerprint:
             is_lazy = issubclass(kind, UninitializedTensorMixin)
             if issubclass(kind, torch.Tensor) and not is_lazy:
                 found = place.enter_tensor(self.device)
-                if not found:  # else the memory is of what a subclass wraps
+                if not found:  # else it is inside
                     self.of_tensors.append(place)
             elif issubclass(kind, torch.Generator):
                 known = (

@@ -213,7 +213,7 @@ class PutBack:
             if changed:
                 self._adopt_unowned()
             self._unowned.clear()
-            self._note_newly_written(versions)
+            self._note_newly_written(versions)  # compares with runs before
             number = len(self._runs)
             run = _Run(
                 self.key if is_whole else object(),
@@ -358,7 +358,7 @@ class PutBack:
                 tensor.untyped_storage(),
                 copy,
                 version,
-                "new" if copy is None else "device",
+                "new" if copy is None else "device",  # large ones are made by runs
             )
 
     @property

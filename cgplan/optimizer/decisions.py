@@ -265,6 +265,7 @@ class Planner:
 
         graphs = most
         if num_graphs(most) > most:
+            # the most that fit, or 1
             graphs = bisect_right(range(2, most), most, key=num_graphs) + 1
         planned = planned_with(graphs)
         while not planned.plan.keys and graphs < planned.inputs.curve.worthwhile:
@@ -301,6 +302,7 @@ class Planner:
         cost = planned.plan.predicted
         if cost is None or self.any_memory:
             return planned
+        # without graphs asked for, no limit
         if most < MIB or cost.total_bytes <= most + MIB:
             return planned
         bounded = config.with_values("budget", memory=most)

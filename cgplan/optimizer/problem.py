@@ -591,7 +591,7 @@ class _Offer:
         return self.times.at(lane.mode, sizes, case)
 
     @cached_property
-    def paid(self) -> Floats:
+    def costs_by_size(self) -> Floats:
         """[2, sizes] bytes of the driver and seconds of every multiple of the stride, from 0 on."""
         number = self.largest // self.stride
         figures = np.zeros((2, number + 1))
@@ -641,12 +641,12 @@ class _Offer:
 
     def with_cheaper(self, sizes: Ints) -> Ints:
         """The sizes, and others that cost less than the one below them."""
-        paid = self.paid
-        every = np.arange(paid.shape[1])
+        costs = self.costs_by_size
+        every = np.arange(costs.shape[1])
         multiples = sizes // self.stride
         held = np.searchsorted(multiples, every, side="right")
         below = multiples[held - 1]
-        is_cheaper = (paid < paid[:, below]).any(axis=0)
+        is_cheaper = (costs < costs[:, below]).any(axis=0)
         is_cheaper &= below > 0
         cheaper = every[is_cheaper] * self.stride
         return np.union1d(sizes, cheaper)
@@ -654,7 +654,7 @@ class _Offer:
     def candidates(self, sizes: Ints) -> Candidates:
         key_costs = np.ones((3, sizes.size))
         multiples = sizes // self.stride
-        key_costs[1:] = self.paid[:, multiples]
+        key_costs[1:] = self.costs_by_size[:, multiples]
         pools = np.zeros((2, sizes.size))
         costs = self.costs
         for index in range(1, sizes.size):

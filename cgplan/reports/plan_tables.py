@@ -341,7 +341,7 @@ def _answer(
         sizes = ", ".join(_used(use).partition(": ")[2] for use in evidence.uses)
     if len(sizes) > MOST_SIZES and not whole:
         sizes = f"{sizes[:MOST_SIZES].rpartition(', ')[0]}, ...; --verbose shows all"
-    told = said(plan, brief=not whole)[len(evidence.decided) :]
+    told = said(plan, brief=not whole)[len(evidence.decided) :]  # these are the first
     rows = [("verdict", evidence.verdict)]
     rows += labelled("weighed", evidence.decided)
     for row in [*told]:

@@ -6,7 +6,8 @@ Note [Verification]
     so may few elements in half precision, if they do where each row comes twice.
     With a configuration, the model runs the padded batch and, unless a context tells it sizes, the
     batch without padding.
-    Memory that each run overwrites at given places, such as a KV cache, is not copied.
+    Memory that each run overwrites at given places, such as a KV cache, is copied only where
+    calls teach, if it fits.
 """
 
 from __future__ import annotations
