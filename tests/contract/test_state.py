@@ -18,6 +18,11 @@ import torch.distributed as dist
 from checks import same
 from torch import Tensor, nn
 from torch.distributed.tensor import DeviceMesh, DTensor, Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.utils._pytree import tree_map_only
 
 import cgplan
@@ -186,16 +191,21 @@ class OfSubclass(nn.Module):
         return y + self.softmax(y) * 0
 
 
+@pytest.fixture
+def only_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 @pytest.fixture(params=["wrapper", "DTensor"])
-def wrap(request: pytest.FixtureRequest, backend: GraphBackend) -> Iterator[Any]:
+def wrap(request: pytest.FixtureRequest, backend: GraphBackend) -> Any:
     """Makes a tensor of a subclass of a dense one."""
     if request.param == "wrapper":
-        yield Wrapped
-        return
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        return Wrapped
+    request.getfixturevalue("only_rank")
     mesh = DeviceMesh(backend.device.type, [0])
-    yield lambda tensor: DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
-    dist.destroy_process_group()
+    return lambda tensor: DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
 
 
 @pytest.mark.filterwarnings("error:Accessing the data pointer of FakeTensor")
@@ -224,6 +234,25 @@ def test_what_a_subclass_wraps_is_read_and_put_back(
         setattr(model.weight, inner, torch.zeros(2, 2, device=backend.device))
         with pytest.raises(AddressError, match=rf"changed +model\.weight\.{inner}"):
             answers(runner, backend.device, 3)
+
+
+def test_tensor_parallel_layers_of_torch_are_captured(only_rank: None) -> None:
+    """Weights are DTensors, and their sums tensors that wait for the collective."""
+    model = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 2)).eval()
+    x = torch.randn(3, 2)
+    with torch.no_grad():
+        want = model(x)
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        split = parallelize_module(model, DeviceMesh("cpu", [0]), plan)
+        inputs = {"input": Input(shape=("num_tokens", 2), dtype="float32", pad=0)}
+        compilation = {"cudagraph_mode": "FULL", "cudagraph_capture_sizes": [4]}
+        with closing(
+            cgplan.capture(split, inputs, compilation=compilation, device="cpu")
+        ) as runner:
+            same(runner(input=x), want)
+            model[0].weight.to_local().zero_()
+            same(runner(input=x), model(x))
+            assert sum(runner.stats.replays.values()) == 2
 
 
 def test_graphed_reads_and_puts_back_what_a_subclass_wraps(
