@@ -11,6 +11,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -581,6 +582,43 @@ def test_a_warm_up_leaves_all_as_it_was(backend: GraphBackend) -> None:
     for turn in (1, 2, 3):
         assert ((g(x, cache) - x - 2 * turn).abs() <= 1).all()
     assert replays(g) == 3
+
+
+@pytest.mark.parametrize("kind", ["list", "dict", "set"])
+def test_containers_lose_what_a_warm_up_without_graphs_put_in(
+    backend: GraphBackend, kind: str
+) -> None:
+    """And a table of numbers stays, as a hidden flag may say that it is there."""
+
+    class Logs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.list, self.dict, self.set = [3], {0: 3}, {0}
+            self.table: Tensor | None = None
+            self.filled = cache(self.fill)
+
+        def fill(self, device: torch.device) -> None:
+            self.table = torch.arange(4.0, device=device)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.filled(x.device)
+            log = getattr(self, kind)
+            if kind == "list":
+                log.append(len(x))
+            elif kind == "dict":
+                log[len(log)] = len(x)
+            else:
+                log.add(len(log))
+            return x * len(log) + self.table
+
+    model, plain = Logs().eval(), Logs().eval()
+    g = cgplan.graphed(model)
+    g.warm_up(rows(backend, 3))
+    assert len(getattr(model, kind)) == 1
+    assert model.table is not None
+    for n in (3, 3, 2):
+        x = rows(backend, n)
+        close(g(x), plain(x))
 
 
 @pytest.mark.parametrize(("bound", "is_left"), [("1 MiB", False), (0, True)])

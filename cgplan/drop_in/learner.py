@@ -350,6 +350,10 @@ class Learner(Inference):
                 computed = computed or found.from_inputs
             if failed or kept.prepared or kept.made_of(computed):
                 kept.keeps_first_use = False
+            if kind.stage is Stage.EAGER:  # no graph relies on what containers got
+                for change in before.changes().values():
+                    if change.is_addition and not before.is_attribute(change):
+                        change.bind(change.was)
         finally:
             kept.restore()
         if failed:
