@@ -1103,6 +1103,17 @@ def test_a_head_of_another_width_after_new_weights_is_padded(
     assert "output 0: [batch, 5]" in g.explain()
 
 
+def test_outputs_of_two_sizes_that_disagree_are_not_padded(backend: GraphBackend) -> None:
+    def model(x: Tensor) -> Tensor:
+        return x[:4] * 2
+
+    g = cgplan.graphed(model, verify="off")
+    for n in (3, 5, 5, 3, 5, 3, 5, 3, 5):
+        x = rows(backend, n)
+        torch.testing.assert_close(g(x), model(x))
+    assert g.graph_calls
+
+
 def test_a_kind_without_graphs_keeps_its_calls(backend: GraphBackend, net: Net) -> None:
     g = cgplan.graphed(lambda x, scale: net(x) * scale, max_graphs=1)
     calls = [1.0] * 6 + [2.0] * 12

@@ -194,6 +194,15 @@ class Kind:
         self.forward.outputs.clear()
         self.returns = None
 
+    def forget_others(
+        self,
+        sizes: Sizes,
+        shapes: Shapes,
+    ) -> None:
+        """Of the same sizes: the model has changed, and nothing watched it."""
+        if any(was.sizes == sizes and was.shapes != shapes for was in self._points):
+            self.forget_outputs()
+
     # --- which calls are of this kind -------------------------------------------------------------
 
     def take_objects(self, device: torch.device) -> None:

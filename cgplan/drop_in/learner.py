@@ -263,7 +263,11 @@ class Learner(Inference):
             self.give_up(kind, "the forward writes state, which padding might reach")
             exact = self._add_kind(call, kind.state)
             exact.stage = kind.stage
-            self._learn(exact, exact.sizes_of(tensors), output)
+            self._learn(
+                exact,
+                exact.sizes_of(tensors),
+                output,
+            )
         return output
 
     def _learn(
@@ -274,14 +278,11 @@ class Learner(Inference):
     ) -> None:
         form, leaves = taken_apart(output)
         shapes = shapes_of(leaves)
+        kind.forget_others(sizes, shapes)
         try:
             kind.learn(sizes, form, shapes)
-        except OutputShapeError:
-            kind.forget_outputs()  # nothing watched the model until this call
-            try:
-                kind.learn(sizes, form, shapes)
-            except OutputShapeError as error:
-                self.give_up(kind, error.message)
+        except OutputShapeError as error:
+            self.give_up(kind, error.message)
         if torch.is_grad_enabled():
             kind.requires_grad = tuple(leaf.requires_grad for leaf in leaves)
 
