@@ -334,6 +334,7 @@ class Learner(Inference):
         kept = PutBack(before, copy_limit(self.settings.compilation, self.backend))
         failed = list[Exception]()
         computed = dict[int, Any]()
+        value_read: str | None = None
 
         def first_calls() -> None:
             try:
@@ -349,7 +350,8 @@ class Learner(Inference):
                     break
                 found = look(first_calls, kept, inputs=call.tensors)
                 computed = computed or found.from_inputs
-            if failed or kept.prepared or kept.made_of(computed):
+                value_read = value_read or found.value_read
+            if failed or kept.prepared or value_read or kept.made_of(computed):
                 kept.keeps_first_use = False
             if kind.stage is Stage.EAGER:  # no graph relies on what containers got
                 for change in before.changes().values():
