@@ -811,7 +811,8 @@ class Rehearsal:
     def _refuse(self, does: str) -> None:
         remedy = (
             "Run the model on one real batch before the capture. Fill a table once for all sizes, "
-            "or make a new one for each."
+            "or make a new one for each. Where a flag outside of the model (functools.cache) says "
+            "that it is filled, build the model again."
         )
         if self.put_back.leaves_python:
             remedy = f"Not all of what it changed can be undone, so build the model again. {remedy}"

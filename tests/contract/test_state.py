@@ -1036,6 +1036,25 @@ def test_a_warm_up_undoes_flags_in_containers_with_what_it_made_of_its_arguments
     assert g.graph_calls
 
 
+def test_a_table_behind_a_hidden_flag_for_each_size_needs_another_model(
+    backend: GraphBackend,
+) -> None:
+    class Hidden(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = torch.zeros(9, 1, device=backend.device)
+            self.filled = cache(lambda size: self.table[size].fill_(size))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.filled(len(x))
+            return x + self.table[len(x)]
+
+    with pytest.raises(CaptureError, match=r"prepares .* on first use") as refused:
+        open_runner(backend, Hidden())
+    assert "functools.cache" in (refused.value.remedy or "")
+    assert "build the model again" in (refused.value.remedy or "")
+
+
 class Grows(nn.Module):
     """Rows of a table that a size fills for itself, or that grow with it, stay right for others."""
 
