@@ -584,7 +584,7 @@ def test_a_warm_up_leaves_all_as_it_was(backend: GraphBackend) -> None:
     assert replays(g) == 3
 
 
-@pytest.mark.parametrize("kind", ["list", "dict", "set"])
+@pytest.mark.parametrize("kind", ["list", "dict", "set", "count"])
 def test_containers_lose_what_a_warm_up_without_graphs_put_in(
     backend: GraphBackend, kind: str
 ) -> None:
@@ -593,7 +593,7 @@ def test_containers_lose_what_a_warm_up_without_graphs_put_in(
     class Logs(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.list, self.dict, self.set = [3], {0: 3}, {0}
+            self.list, self.dict, self.set, self.count = [3], {0: 3}, {0}, [0]
             self.table: Tensor | None = None
             self.filled = cache(self.fill)
 
@@ -607,14 +607,17 @@ def test_containers_lose_what_a_warm_up_without_graphs_put_in(
                 log.append(len(x))
             elif kind == "dict":
                 log[len(log)] = len(x)
+            elif kind == "count":
+                log[0] += 1
             else:
                 log.add(len(log))
-            return x * len(log) + self.table
+            return x * len(log) + self.table + self.count[0]
 
     model, plain = Logs().eval(), Logs().eval()
     g = cgplan.graphed(model)
     g.warm_up(rows(backend, 3))
     assert len(getattr(model, kind)) == 1
+    assert model.count == [0]
     assert model.table is not None
     for n in (3, 3, 2):
         x = rows(backend, n)

@@ -263,11 +263,7 @@ class Learner(Inference):
             self.give_up(kind, "the forward writes state, which padding might reach")
             exact = self._add_kind(call, kind.state)
             exact.stage = kind.stage
-            self._learn(
-                exact,
-                exact.sizes_of(tensors),
-                output,
-            )
+            self._learn(exact, exact.sizes_of(tensors), output)
         return output
 
     def _learn(
@@ -333,8 +329,8 @@ class Learner(Inference):
         before = self._fingerprint({"model": self.model, "arguments": arguments})
         kept = PutBack(before, copy_limit(self.settings.compilation, self.backend))
         failed = list[Exception]()
-        computed = dict[int, Any]()
-        value_read: str | None = None
+        computed: Any = {}
+        value_read: Any = None
 
         def first_calls() -> None:
             try:
@@ -353,9 +349,9 @@ class Learner(Inference):
                 value_read = value_read or found.value_read
             if failed or kept.prepared or value_read or kept.made_of(computed):
                 kept.keeps_first_use = False
-            if kind.stage is Stage.EAGER:  # no graph relies on what containers got
+            if kind.stage is Stage.EAGER:  # no graph relies on containers
                 for change in before.changes().values():
-                    if change.is_addition and not before.is_attribute(change):
+                    if change.where is not None and not before.is_attribute(change):
                         change.bind(change.was)
         finally:
             kept.restore()
