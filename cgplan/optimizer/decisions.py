@@ -172,10 +172,7 @@ class Planner:
                 by_mode[made.plan.mode] = made, its
         notes = list[str]()
         if self.any_mode:
-            decided += self._mode_change(
-                by_mode,
-                planned,
-            )
+            decided += self._mode_change(by_mode, planned)
             notes += self._mode_notes(
                 by_mode,
                 planned,
@@ -190,8 +187,10 @@ class Planner:
         run = Run(plan.keys, traffic, times)
         graphs = len(plan.keys)
         anew = self._planned(config)
-        others = {"this plan": plan}
-        others["planned anew"] = anew.plan
+        others = {
+            "this plan": plan,
+            "planned anew": anew.plan,
+        }
         if graphs and graphs != len(anew.plan.keys):
             budget = BudgetConfig(max_graphs=plan.num_graphs)
             as_many = config.changed(budget=budget)
@@ -213,11 +212,9 @@ class Planner:
         if own.decode_us and least.decode_us:
             of_decode = own.decode_us / least.decode_us - 1
             verdict += f", of decode steps {of_decode:.2%}"
-        took = format_microseconds(own.expected_us)
-        verdict += f": {took} a step by this plan"
+        verdict += f": {format_microseconds(own.expected_us)} a step by this plan"
         if least is not own:
-            took = format_microseconds(least.expected_us)
-            verdict += f", {took} ({least.name})"
+            verdict += f", {format_microseconds(least.expected_us)} ({least.name})"
         missed = None
         if self.slo and self._requests:
             miss = self._worst_miss(config, plan)
@@ -539,8 +536,8 @@ class Planner:
         enough: int,
     ) -> Judged:
         """The fewest graphs that hold the SLO, if possible with steps little longer; else the plan
-        as it is, or one that comes notably nearer. Where the most miss it, numbers from ``enough``
-        on are not tried.
+        as it is, or one that comes notably nearer. Where the most miss it, only doublings below
+        ``enough`` are tried.
         """
         first = self._worst_miss(config, planned.plan)
         found = [(planned, first)]
@@ -552,14 +549,18 @@ class Planner:
             except BudgetError:
                 return False
             miss = self._worst_miss(config, made.plan)
-            found.append((made, miss))
+            inputs = replace(made.inputs)  # without its curve
+            found.append((replace(made, inputs=inputs), miss))
             is_short = made.run.expected_us <= longest
             return miss.holds and is_short
 
         if first.holds or holds_with(config.budget.max_graphs or MOST_FOR_SLO):
             enough = MOST_FOR_SLO
         most = min(enough, found[-1][0].plan.num_graphs)
-        for graphs in range(1, most, 4 if self._is_large else 1):
+        numbers: Sequence[int] = range(1, most, 4 if self._is_large else 1)
+        if not any(miss.holds for _, miss in found):
+            numbers = [1 << power for power in range((most - 1).bit_length())]
+        for graphs in numbers:
             if holds_with(graphs):
                 break
         self._tried += found
@@ -691,8 +692,7 @@ class Planner:
                 f"{format_bytes(freed.plan.predicted.total_bytes)} for steps {step - 1:+.2%}"
             )
         more = cost.total_bytes - self._asked_bytes
-        is_little = abs(more) < MIB
-        if is_little or not self.kv_token_bytes:
+        if abs(more) < MIB or not self.kv_token_bytes:
             return
         tokens = abs(more) // self.kv_token_bytes
         taken = "less"

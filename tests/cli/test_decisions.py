@@ -294,6 +294,15 @@ def test_an_slo_is_held_by_each_load() -> None:
     assert shown[0] == shown[1]
 
 
+def test_an_slo_that_the_most_graphs_miss_is_tried_with_doublings() -> None:
+    most = len(plan_of(*GIVEN, "--mode", "keep", "--max-graphs", "128").keys)
+    assert most > 20, "few enough for each number would tell nothing"
+    result = cgplan_command(*GIVEN, "--mode", "keep", "--slo", "tpot_p99=1us")
+    assert result.exit_code == errors.RegretError.exit_code
+    doublings = (most - 1).bit_length()
+    assert f"is missed by each of the {2 + doublings} plans tried" in unwrapped(result.stdout)
+
+
 def test_an_slo_that_nothing_holds_shows_the_nearest_plan_and_what_it_misses() -> None:
     goals = ("--slo", "tpot_p50=1us", "--slo", "ttft_p99=1us", "--slo", "step_p99=10s")
     result = cgplan_command(*GIVEN, *FEW, "--max-graphs", "4", *goals)
