@@ -403,8 +403,9 @@ class StepTimes(Record):
     """Microseconds of a step, by runtime mode; nondecreasing in the tokens that run, with padding.
 
     Times are linear between points. Beyond the last point of a mode they have its last slope, and
-    eager and PIECEWISE steps take at least as long as a FULL graph. A graph saves less there by
-    what eager steps grow. A FULL graph saves no more over a PIECEWISE one.
+    eager and PIECEWISE steps take at least as long as a FULL graph, if that was measured there or
+    is not above that point. A graph saves less there by what eager steps grow. A FULL graph saves
+    no more over a PIECEWISE one.
 
     A LoRA case takes the time of the next larger case that was measured, else of the largest, else
     ``1 + lora_overhead`` times that without adapters. PIECEWISE below its first point, or without
@@ -455,7 +456,7 @@ class StepTimes(Record):
             if mode is CUDAGraphMode.FULL:
                 floor = "; it saves less where eager steps grow"
             elif CUDAGraphMode.FULL in modes:
-                floor = ", and at least the time of a FULL graph"
+                floor = ", and at least the time of a FULL graph, unless that is guessed too long"
             said += curve.notes(raw, floor)
             if sizes[0] > FEW and mode is not CUDAGraphMode.PIECEWISE:
                 warnings.append(
@@ -537,8 +538,7 @@ class StepTimes(Record):
         num_active_loras: int = 0,
     ) -> float:
         """Microseconds of a step that runs ``num_tokens``, padding included. Raises as ``at``."""
-        tokens = np.array([num_tokens])
-        return float(self.at(mode, tokens, num_active_loras)[0])
+        return float(self.at(mode, np.array([num_tokens]), num_active_loras)[0])
 
     def at(
         self,
@@ -579,14 +579,16 @@ class StepTimes(Record):
                 break
             slower, slower_factor = self._curve_of(other, num_active_loras)
             if slower is not None:
-                times = slower_factor * slower.at(np.append(tokens, last))
-                slower_times = times[:-1]
-                slower_at_last = times[-1]
-                saving = np.maximum(slower_at_last - factor * longest, 0.0)
+                times = slower_factor * slower.at(tokens)
+                at_last = slower_factor * slower.at(np.array(last))
+                saving = np.maximum(at_last - factor * longest, 0.0)
                 if other is CUDAGraphMode.NONE:
-                    saving = np.maximum(saving - (slower_times - slower_at_last), 0.0)
-                beyond = np.maximum(beyond, slower_times - saving)
-        if of_full is not None:
+                    saving = np.maximum(saving - (times - at_last), 0.0)
+                beyond = np.maximum(beyond, times - saving)
+        if of_full is not None and (
+            self.measured_to(CUDAGraphMode.FULL, num_active_loras) >= last
+            or self.of(CUDAGraphMode.FULL, last, num_active_loras) <= factor * longest
+        ):
             beyond = np.maximum(beyond, of_full)
         return np.where(tokens > last, beyond, found)
 
@@ -613,10 +615,7 @@ class StepTimes(Record):
         case: int,
     ) -> tuple[TimeCurve | None, float]:
         """The curve that tells the times of a LoRA case, and their factor."""
-        curves = {}
-        for curve in self.curves:
-            if curve.mode is mode:
-                curves[curve.num_active_loras] = curve
+        curves = {curve.num_active_loras: curve for curve in self.curves if curve.mode is mode}
         if not curves:
             return None, 1.0
         with_adapters = sorted(curves.keys() - {0})

@@ -88,6 +88,18 @@ def bench(*records: Any) -> dict[str, Any]:
             NONE,
             {1: 100, 10: 100, 15: 150, 40: 400},
         ),
+        # unless those points show that it was not measured far enough
+        (
+            {"NONE": {1: 80, 100: 200, 200: 300}, "FULL": {1: 10, 10: 100}},
+            NONE,
+            {200: 300, 201: 301, 400: 500},
+        ),
+        (
+            {"NONE": {1: 900}, "PIECEWISE": {1: 80, 100: 200, 200: 300}, "FULL": {1: 10, 10: 100}},
+            PIECEWISE,
+            {200: 300, 201: 301, 400: 500},
+        ),
+        ({"NONE": {1: 100, 20: 100}, "FULL": {1: 10, 10: 40}}, NONE, {20: 100, 40: 140}),
         ({"NONE": {1: 100}, "PIECEWISE": {1: 10, 10: 100}}, NONE, {40: 100}),
         # what a graph saves beyond its points shrinks by what eager steps grow, not by PIECEWISE ones
         (
