@@ -373,7 +373,7 @@ def check(
         Option(metavar="FILE", help="A saved plan, in place of --vllm."),
     ] = None,
     gpu_memory_utilization: Annotated[
-        float | None, Option(metavar="SHARE", help="If not the log's.", min=0.01)
+        float | None, Option(metavar="SHARE", help="If not the log's.", min=0.01, max=1)
     ] = None,
     gpu_memory: Annotated[
         float | None, Option(metavar="GIB", help="If not the log's.", min=1)

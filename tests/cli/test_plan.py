@@ -1137,6 +1137,7 @@ def test_what_a_plan_of_several_sizes_refuses(home: Path) -> None:
         ("plan p.json", "Of a saved plan: `cgplan inspect FILE`, or `cgplan plan check FILE`"),
         ("plan --vllm {} --cudagraph-capture-sizes 1 2", "keys of its --compilation-config"),
         ("vllm check --gpu-memory-utilization 0.9", "without --log"),
+        ("vllm check --log a.log --gpu-memory-utilization 90", "less than or equal to 1"),
         ("vllm check --tensor-parallel-size 2", "leave out the rest"),
         ("plan --vllm {} -tp 2", "leave out the rest"),
         ("plan check p.json --slo tpot_p99=5ms", "a saved plan holds its SLO"),
