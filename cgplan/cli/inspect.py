@@ -152,16 +152,15 @@ def check_vllm(
         if others and read:
             costs = MeasuredCosts.from_vllm_log(log, read.loaded.config, str(file))
             predicted = costs.of(plan.keys)
-            nbytes = predicted.total_bytes
         if predicted:
+            if others:
+                nbytes = predicted.total_bytes
             memory = format_bytes(predicted.total_bytes)
-            figures = f"{memory} and {predicted.seconds:.3g} s, by {predicted_by(predicted)}"
-            said.append(f"predicted for {plan.graph_words}: {figures}")
-        said += log.kv_cache(
-            nbytes,
-            utilization,
-            gpu_gib,
-        )
+            said.append(
+                f"predicted for {plan.graph_words}: {memory} and {predicted.seconds:.3g} s, by "
+                f"{predicted_by(predicted)}"
+            )
+        said += log.kv_cache(nbytes, utilization, gpu_gib)
     for line in read.notes if read else ():
         note(f"note: {line}")
     head = (

@@ -884,6 +884,11 @@ def test_a_start_is_checked_against_the_plan(home: Path) -> None:
     result = cgplan_command(*checked, "fewer.json")
     assert result.exit_code == errors.PlanMismatchError.exit_code
     assert "vLLM captures 4 graphs" in result.stdout
+    options = ("--vllm", '{"cudagraph_capture_sizes": [1, 8]}', "--max-num-seqs", "8")
+    of_options = unwrapped(good(*checked[:-1], *options).stdout)
+    line = re.compile(r"--kv-cache-memory-bytes \d+ .* for graphs")
+    assert line.findall(unwrapped(result.stdout)) == line.findall(of_options) != []
+    assert line.findall(of_options) != line.findall(shown)
     said = "fewer.json: the log is of a start with 9 graphs, the configuration has 4 graphs"
     assert said in unwrapped(result.stderr)
     Path("uncounted.log").write_text("Graph capturing finished in 3 secs, took 0.50 GiB")
