@@ -588,7 +588,7 @@ class Planner:
                 longer = fewest.run.expected_us / planned.run.expected_us - 1
                 said += (
                     f" with steps at most {SLOWER:.0%} longer than without it; with --max-graphs "
-                    f"{graphs} it holds, too, with steps {longer:+.1%}"
+                    f"{graphs} it holds, too, with steps {longer:+.1%} against this plan's"
                 )
         share = miss.service.unmeasured
         if share:

@@ -159,7 +159,8 @@ def test_an_slo_is_held_by_the_fewest_graphs_with_steps_little_longer() -> None:
     assert held.evidence["rule"].startswith("the fewest graphs of those tried with which the SLO")
     assert held.evidence["service"][0]["service"]["tpot_us"]["p99"] <= 10_000
     found = re.search(
-        r"with --max-graphs (\d+) it holds, too, with steps \+(\S+)%", decisions(held)
+        r"with --max-graphs (\d+) it holds, too, with steps \+(\S+)% against this plan's",
+        decisions(held),
     )
     assert found
     assert float(found[2]) > 0
@@ -169,6 +170,8 @@ def test_an_slo_is_held_by_the_fewest_graphs_with_steps_little_longer() -> None:
     assert fewer.evidence["service"][0]["service"]["tpot_us"]["p99"] <= 10_000
     assert fewer.expected_us is not None
     assert fewer.expected_us > 1.05 * free.expected_us
+    longer = fewer.expected_us / held.expected_us - 1
+    assert longer == pytest.approx(float(found[2]) / 100, abs=0.01), "than the plan, not than free"
 
 
 def uneven(home: Path, seed: int) -> tuple[str, ...]:
