@@ -79,7 +79,7 @@ class _Commands(TyperGroup):
             hint = ""
             if search(r"option: (-q|--quiet)", said):
                 said += "; it goes before the command: cgplan -q COMMAND"
-            elif search(r"option: --(slo|kv-c|kv-t|mode|costs|max-g|memory)", said):
+            elif search(r"option: --(slo|kv-cache-t|kv-t|mode|costs|max-g|memory)", said):
                 hint = "Of `cgplan plan`: a saved plan holds its SLO, KV cache, mode and budget"
             elif search(r"option: -[-Octpd]|(command '|\()(vllm|serve)|extra.*\(\S+/", said):
                 hint = (

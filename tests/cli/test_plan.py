@@ -1147,6 +1147,7 @@ def test_what_a_plan_of_several_sizes_refuses(home: Path) -> None:
         ("plan --vllm {} -tp 2", "leave out the rest"),
         ("plan check p.json --slo tpot_p99=5ms", "a saved plan holds its SLO"),
         ("plan check p.json --kv-cache-tokens 5", "a saved plan holds its SLO"),
+        ("plan --vllm {} --kv-cache-memory-bytes 5", "leave out the rest and the model"),
         ("inspect --vllm {} --max_num_seqs 4", "(Possible options: --max-num-seqs)"),
         ("plan --vllm {} --enforce-eager", "leave it out"),
         ("inspect --vllm {} --enforce-eager", "leave it out"),
