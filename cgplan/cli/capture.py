@@ -141,7 +141,7 @@ def _captured_alone(
         plan = _fitted(plan, config, backend, request)
         return _run(config, plan, model, backend, began=began, route=route)
 
-    return Trials(config, model, backend, anyway=bool(failed)).choose(captured)
+    return Trials(config, model, backend, even_if_slower=bool(failed)).choose(captured)
 
 
 @contextmanager

@@ -162,6 +162,8 @@ def _dim_of(given: Any) -> Dim | str:
 
 @dataclass(eq=False, repr=False)
 class Inference:
+    """The part of a ``Learner`` that reads one call."""
+
     __graph_memory__ = True
 
     model: Callable[..., Any]

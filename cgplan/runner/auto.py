@@ -119,7 +119,7 @@ class Trials:
     model: Callable[..., Any]
     backend: GraphBackend
     state: Sequence[object] | None = None
-    anyway: bool = False
+    even_if_slower: bool = False
     before_key: BeforeKey | None = None
 
     def choose(self, use: Callable[[Config, Plan, SplitRoute | None], T]) -> T:
@@ -171,7 +171,7 @@ class Trials:
         facts = (
             machine,
             self.config.model_dump_json(),
-            self.anyway,
+            self.even_if_slower,
             ambient,
             modules,
         )
@@ -262,7 +262,7 @@ class Trials:
             asked,
             candidates,
             plan.capture_sizes,
-            anyway=self.anyway,
+            even_if_slower=self.even_if_slower,
         )
         before = asked.model_dump(mode="json")
         after = chosen.model_dump(mode="json")
@@ -287,7 +287,7 @@ def choose_mode(
     backend: GraphBackend,
     state: Sequence[object] | None = None,
     *,
-    anyway: bool = False,
+    even_if_slower: bool = False,
     before_key: BeforeKey | None = None,
 ) -> tuple[Config, Plan]:
     """The fastest way to capture a model, for ``cudagraph_mode: AUTO``.
@@ -295,8 +295,8 @@ def choose_mode(
     FULL comes first; a module that fails then runs eagerly. PIECEWISE by operators follows where
     FULL has no graphs, and, on a GPU, inductor where it may save 2% of a step, within
     ``budget.capture_time``. Of ways as fast within 2% or the spread of rounds the smallest pool
-    wins. The plan ends at the largest size with a gain of 2%; ``anyway``: also below it. The model
-    is put back, and all memory is freed. ``before_key`` is as in CaptureSession.
+    wins. The plan ends at the largest size with a gain of 2%; ``even_if_slower``: also below it.
+    The model is put back, and all memory is freed. ``before_key`` is as in CaptureSession.
 
     The choice for a module is kept in a file, by the module's code, shapes and first weights, the
     configuration, GPU, driver and torch: a later start reads it and tries nothing, unless its
@@ -314,7 +314,7 @@ def choose_mode(
         model,
         backend,
         state,
-        anyway,
+        even_if_slower,
         before_key,
     )
     return trials.choose(lambda *chosen: chosen[:2])
@@ -564,7 +564,7 @@ def _fastest(
     candidates: Sequence[Candidate],
     sizes: Sequence[int],
     *,
-    anyway: bool,
+    even_if_slower: bool,
 ) -> tuple[CompilationConfig, SplitRoute | None, str]:
     none = asked.changed(cudagraph_mode=CUDAGraphMode.NONE)
     if not candidates:
@@ -577,7 +577,7 @@ def _fastest(
     worth = taken.worth
     if not worth:
         said = f"graphs bring less than 2%: {said}"
-        return (chosen, taken.route, said) if anyway else (none, None, said)
+        return (chosen, taken.route, said) if even_if_slower else (none, None, said)
     others = ", ".join(candidate.name for candidate in ties if candidate is not taken)
     if others:
         said += f"; a tie with {others}: its pool is no larger"
