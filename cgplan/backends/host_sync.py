@@ -291,8 +291,9 @@ class DispatchMode(TorchDispatchMode):
         args: Args = (),
         kwargs: Kwargs | None = None,
     ) -> Any:
-        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # the mode sees the operators inside
+        for kind in types:
+            if hasattr(kind, "__tensor_flatten__"):
+                return NotImplemented  # the mode sees the operators inside
         return self.see(func, args, kwargs or {})
 
     def see(self, func: Any, args: Args, kwargs: Kwargs) -> Any:

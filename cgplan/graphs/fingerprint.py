@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -332,7 +333,7 @@ class Fingerprint:
             elif not (is_lazy or kind in PLAIN or id(value) in seen):
                 seen[id(value)] = value
                 found = self._enter(value, place, classes, named)
-            todo += [(place, id(value), inner) for inner in reversed(found)]
+            todo += zip(repeat(place), repeat(id(value)), reversed(found))
             if not todo:
                 for of_class, (first, layout) in classes.items():
                     for inner in walk.named_in_class(layout, named):
