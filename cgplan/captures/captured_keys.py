@@ -109,7 +109,7 @@ class CapturedKeys:
         if self.guard.active:
             self._survivable = (
                 CaptureMemoryError,
-                RankFailedError,
+                RankFailedError,  # in a sum that a rank without memory left
             )
         self._loaded_bytes: int | None = None  # of kernels
         self._workspace_bytes: int | None = None  # None: nothing was captured
@@ -220,13 +220,13 @@ class CapturedKeys:
         in_service = self._in_service
         pools = self.graphs.pools
         waiting = list(keys)
-        had_graph = set[Key]()  # the guard is not asked again
+        had_graph = set[Key]()  # allowed before
         done = 0
         while waiting:
             key = waiting.pop(0)
             if key not in had_graph and not self.guard.allows(key):
                 if not in_service:
-                    break
+                    break  # the budget is spent
                 self._remember_refusal(key)
                 continue
             if self.progress is not None:
@@ -252,7 +252,7 @@ class CapturedKeys:
             self._free_all()
             self.graphs.ranks.dropped()
             done = 0
-        if self.graphs.real_rows is not None:  # else rows would pass for the model's writes
+        if self.graphs.real_rows is not None:  # else refill takes rows for the model's writes
             self.graphs.buffers.fill_padding()
         if self._records.keys().isdisjoint(keys):
             rehearsal.put_back.keeps_first_use = False

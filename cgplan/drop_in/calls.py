@@ -145,7 +145,7 @@ class Calls:
                     return self._learn_or_capture(call)
             if self._is_shared(kind, tensors):
                 return self._run_model(_SHARED, args, kwargs)
-            # compared above alone; a guard of (x, x) takes (x, y)
+            # objects are compared above alone; a guard of (x, x) takes (x, y)
             if not (is_again or kind.objects or tail.same):
                 self._last = form, mode, GlobalStateGuard().check, kind.runner, kind
             return self._replay(kind, tensors, args, kwargs)
@@ -385,7 +385,7 @@ class Calls:
             return "no graph may be captured inside capture_allowed(False)"
         error = self._capture(kind, sizes, tensors)
         while error:
-            # again, as long as a failure teaches something; a kind that is given up may not
+            # again, as long as a failure teaches something and the kind is not given up
             if not self.learner.relearn(kind):
                 if self._settings.strict:
                     raise error

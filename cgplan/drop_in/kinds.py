@@ -13,7 +13,10 @@ Note [The life of a kind]
     DIFFERED       EAGER     another one
     any            EAGER     what else no graph serves
 
-    A change of the model between calls frees its graphs: ``Kind.start_again``.
+    A change of the model between calls frees its graphs (``Kind.start_again``):
+
+    READY, DIFFERED  NEW     without a replay since the change before
+    others but NEW   SEEN    but where memory alone moved, CHANGED ones only
 """
 
 from __future__ import annotations

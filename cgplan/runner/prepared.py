@@ -102,7 +102,7 @@ def _runs_eagerly(
         with torch._C._EnableTorchFunction():
             held[:] = [graphs.run_unpadded(route.unpadded, held.pop())]
 
-    def output() -> Any:
+    def output() -> Any:  # it may be the model's or the caller's
         return tree_map_only(Tensor, torch.clone, held.pop()) if clone else held.pop()
 
     return take, run, output
@@ -151,7 +151,7 @@ def _pieces(
         before = [*map(version, tensors)]
         given = DeclaredMetadata()
         for name, view in metadata.items():
-            given[name] = view.detach()
+            given[name] = view.detach()  # a piece may change the object
         token = set_context(ForwardContext(route.mode, route.descriptor, given, scope))
         try:
             with torch.no_grad(), torch._C._EnableTorchFunction():
