@@ -173,7 +173,10 @@ class StartLog:
         rest = total * share - room / GIB
         total = gpu_gib or total
         share = utilization or share
-        left = max(total * share - rest, 0.0)
+        left = total * share - rest
+        if left <= 0:
+            yield f"no KV cache fits: {-left:.2f} GiB are missing, as all else takes {rest:.2f} GiB"
+            return
         size = f"{left:.2f} GiB"
         if self.kv_token_bytes:
             size += f", {left * GIB / self.kv_token_bytes:,.0f} tokens"

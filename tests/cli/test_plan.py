@@ -861,6 +861,11 @@ def test_vllm_check(home: Path) -> None:
     )
     less = good("vllm", "check", *drafted, "--log", str(START), "--gpu-memory-utilization", "0.5")
     assert "80 GiB of the GPU x --gpu-memory-utilization 0.5, less " in unwrapped(less.stdout)
+    none = unwrapped(
+        good("vllm", "check", *drafted, "--log", str(START), "--gpu-memory", "2").stdout
+    )
+    assert "no KV cache fits: " in none
+    assert "--kv-cache-memory-bytes 0" not in none
     refused_log = cgplan_command("vllm", "check", *bounds, "--log", "good.yaml")
     assert refused_log.exit_code == errors.ReportError.exit_code
     assert "good.yaml has no line `Graph capturing finished" in unwrapped(refused_log.stderr)
