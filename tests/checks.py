@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from cgplan.backends import GraphBackend
 from cgplan.errors import CaptureError
@@ -28,6 +29,27 @@ def capture(
         with backend.capturing(graph):
             output = forward()
     return graph, output
+
+
+class Wrapper(Tensor):
+    """A tensor that wraps another one, as quantized weights do."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Wrapper:
+        made = Tensor._make_wrapper_subclass(
+            cls, inner.size(), dtype=inner.dtype, device=inner.device
+        )
+        made.inner = inner
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["inner"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise RuntimeError("an operator ran")
 
 
 class Tally(list[Any]):

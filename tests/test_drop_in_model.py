@@ -624,6 +624,22 @@ def test_containers_lose_what_a_warm_up_without_graphs_put_in(
         close(g(x), plain(x))
 
 
+def test_a_warm_up_of_a_model_that_counts_in_its_class(backend: GraphBackend) -> None:
+    """Which is not put back: the class may be another model's, too."""
+
+    class Counted(nn.Module):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            type(self).calls += 1
+            return x * 2
+
+    g = cgplan.graphed(Counted().eval())
+    g.warm_up(rows(backend, 3))
+    x = rows(backend, 3)
+    close(g(x), x * 2)
+
+
 @pytest.mark.parametrize(("bound", "is_left"), [("1 MiB", False), (0, True)])
 def test_a_warm_up_copies_no_more_state_than_captures_may(bound: str | int, is_left: bool) -> None:
     """Of a model without graphs, as it writes into an argument. The CPU has no other memory."""

@@ -110,7 +110,7 @@ def _check(*codes: int) -> None:
     if any(codes):
         raise BackendError(
             f"the driver could not read a graph's nodes: error {max(codes)}",
-            remedy="See what failed on the GPU before.",
+            remedy="Look for an earlier failure on the GPU.",
         )
 
 

@@ -335,7 +335,8 @@ class OperatorMode(DispatchMode):
         kwargs: Kwargs,
     ) -> Any:
         result = as_its_caller(func, func, self.device)(*args, **kwargs)
-        if implemented_in_python(func, self.device.upper()):
+        is_foreach = getattr(func, "_opname", "").startswith("_foreach_")
+        if is_foreach or implemented_in_python(func, self.device.upper()):
             count_writes(func, args, kwargs)
         return result
 

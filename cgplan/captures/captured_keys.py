@@ -170,8 +170,10 @@ class CapturedKeys:
         renew: bool = False,
     ) -> tuple[Key, ...]:
         """Capture wanted keys that have not failed, the largest first; returns those that have
-        graphs then. Raises AuditError.
+        graphs then. Raises AddressError, as new graphs would hide a move, and AuditError.
         """
+        if keys:
+            self.check_addresses(next(iter(keys)))
         start = time.perf_counter()
         new: tuple[Key, ...] = ()
         try:

@@ -104,7 +104,7 @@ class Graphed:
                 if takes_any or named.partition(".")[0] in known:
                     continue
                 remedy = did_you_mean(named, known) + f"Arguments are {', '.join(known)}."
-                what = f"{argument} names {named!r}, which is no argument of {name}"
+                what = f"{argument} names {named!r}, which is not an argument of {name}"
                 raise ConfigError(what, remedy=remedy)
 
     def __get__(

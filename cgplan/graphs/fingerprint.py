@@ -198,14 +198,16 @@ class Change:
         self,
         value: Any,
     ) -> None:
+        """Where the container can be written."""
         assert self.where is not None
         container, key = self.where
-        if key is _ADDED:
-            container.drop_added()
-        elif value is ABSENT:
-            del container[key]
-        else:
-            container[key] = value
+        with suppress(LookupError, AttributeError, TypeError):
+            if key is _ADDED:
+                container.drop_added()
+            elif value is ABSENT:
+                del container[key]
+            else:
+                container[key] = value
 
     @property
     def is_addition(self) -> bool:

@@ -120,7 +120,7 @@ class _PathChanges:
 
 
 class _Run(NamedTuple):
-    """``key``: of its own if it failed; ``began_with``: paths that had changed."""
+    """``key``: an object of its own after a failure; ``began_with``: paths that had changed."""
 
     key: object
     captures: bool
@@ -550,8 +550,7 @@ class PutBack:
             value = change.was
             if made and known is not None and not known.is_captured:
                 value = known.first
-            with suppress(LookupError, AttributeError, TypeError):
-                change.bind(value)
+            change.bind(value)
         if self.last:
             self.last = self.before.changes()
 

@@ -408,7 +408,6 @@ class GraphRunner:
     def _capture_for(self, route: RoutedBatch) -> None:
         assert route.missing is not None
         with self._changing() as captured:
-            captured.check_addresses(route.missing)
             captured.capture([route.missing])
             failed = captured.failed.get(route.missing)
             if failed is not None:
@@ -621,8 +620,6 @@ class GraphRunner:
         with self._held():
             self._check_open()
             with self._changing() as keys:
-                if captured:
-                    keys.check_addresses()
                 keys.capture(captured, evicted=evicted)
 
     @contextmanager

@@ -283,7 +283,7 @@ def fill(target: Tensor) -> None:
     target.view(-1).fill_(2)
 
 
-def test_an_operator_written_in_python_counts_as_a_write_where_operators_are_logged() -> None:
+def test_writes_that_torch_counts_in_no_mode_count_where_operators_are_logged() -> None:
     """A capture runs nothing, so the count alone tells that a cache was written."""
     cache = torch.zeros(2, 2)
 
@@ -291,6 +291,7 @@ def test_an_operator_written_in_python_counts_as_a_write_where_operators_are_log
         before = cache._version
         fill(cache)
         cache.fill_(1)
+        torch._foreach_add_([cache], 1.0)
         return cache._version - before
 
     with torch.no_grad():

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from checks import same
+from checks import Wrapper, same
 from torch import Tensor, nn
 from torch.distributed.tensor import DeviceMesh, DTensor, Replicate
 from torch.distributed.tensor.parallel import (
@@ -151,21 +151,8 @@ def test_writes_of_a_custom_operator_in_python_are_put_back(backend: GraphBacken
         assert answers(runner, backend.device, 4, 2) == [1, 2]
 
 
-class Wrapped(Tensor):
+class Wrapped(Wrapper):
     """Its operators run on the tensor inside, where autograd counts no writes."""
-
-    inner: Tensor
-
-    @staticmethod
-    def __new__(cls, inner: Tensor) -> Wrapped:
-        made = Tensor._make_wrapper_subclass(
-            cls, inner.size(), dtype=inner.dtype, device=inner.device
-        )
-        made.inner = inner
-        return made
-
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["inner"], None
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from checks import Wrapper
 from torch import Tensor, nn
 
 from cgplan.errors import AddressError
@@ -56,27 +57,6 @@ class Slots:
 
     def __init__(self, own: Any) -> None:
         self.own, self._hidden = own, [own.clone()]
-
-
-class Wrapper(Tensor):
-    """A tensor that wraps another one, as quantized weights do."""
-
-    inner: Tensor
-
-    @staticmethod
-    def __new__(cls, inner: Tensor) -> Wrapper:
-        made = Tensor._make_wrapper_subclass(
-            cls, inner.size(), dtype=inner.dtype, device=inner.device
-        )
-        made.inner = inner
-        return made
-
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["inner"], None
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise RuntimeError("an operator ran")
 
 
 class Loud(Tensor):
