@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._dynamo import eval_frame
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -284,6 +285,10 @@ def as_its_caller(
 
 
 class DispatchMode(TorchDispatchMode):
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as the way to skip it imports it, in seconds
+
     def __torch_dispatch__(
         self,
         func: Any,
@@ -298,6 +303,13 @@ class DispatchMode(TorchDispatchMode):
 
     def see(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         raise NotImplementedError
+
+
+_SKIP = eval_frame._FrameAction.SKIP
+eval_frame.set_code_exec_strategy(  # with what it calls
+    DispatchMode.__torch_dispatch__.__code__,
+    eval_frame._FrameExecStrategy(_SKIP, _SKIP),
+)
 
 
 class OperatorMode(DispatchMode):

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from importlib import import_module
 
 import numpy as np
 import torch
@@ -219,8 +218,6 @@ class TapeBackend(GraphBackend):
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        # not in the first capture's time
-        import_module("torch._dynamo")
         with gc_paused():
             yield
 

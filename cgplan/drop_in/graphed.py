@@ -16,6 +16,7 @@ from typing import Any, Literal, Never, Self, cast
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from cgplan.backends.replacing import setting
 from cgplan.config.load import writing
@@ -83,7 +84,7 @@ class Graphed:
         name = f"graphed {title.rpartition('<locals>.')[2]}"
         learner = Learner(model, signature, settings, name)
         self.__dict__.update(
-            _untraced=torch.compiler.disable(by_itself),
+            _untraced=_disable_dynamo(by_itself),  # imports Dynamo when it is called
             forward=functools.update_wrapper(by_itself, called),
             _wrapped=model,
             _module=module,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import closing
@@ -504,3 +506,27 @@ def test_a_backend_that_audits_cannot_read_captures_and_replays() -> None:
         torch.testing.assert_close(runner(x=x), expected)
         with pytest.raises(BackendError, match="cannot be read"):
             runner.audit()
+
+
+def test_captures_of_models_that_compile_nothing_need_no_dynamo(backend: GraphBackend) -> None:
+    """Its import takes seconds. In a process of its own, as tests import it."""
+    code = f"""
+import sys
+import torch, cgplan
+
+device = {str(backend.device)!r}
+model = torch.nn.Linear(4, 4, device=device).eval()
+x = torch.ones(2, 4, device=device)
+sizes = {{"cudagraph_capture_sizes": [2]}}
+given = cgplan.Input(shape=("num_tokens", 4), dtype="float32", pad=0)
+runner = cgplan.capture(model, {{"input": given}}, compilation=sizes, device=device)
+runner(input=x)
+g = cgplan.graphed(model)
+for _ in range(4):
+    g(x)
+assert g.graph_calls and runner.stats.calls
+assert "torch._dynamo" not in sys.modules
+"""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
