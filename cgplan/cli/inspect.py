@@ -119,9 +119,10 @@ def check_vllm(
     gpu_gib: float | None,
 ) -> None:
     """Raises PlanError for sizes that vLLM does not capture, ReportError for another log, and
-    PlanMismatchError for a start of other graphs than the saved plan's.
+    PlanMismatchError for a start of other graphs than the saved plan's, BudgetError where no KV
+    cache fits.
     """
-    from cgplan.planning.engines import describe_batches
+    from cgplan.planning.engines import describe_batches, emit
     from cgplan.planning.vllm_log import StartLog
     from cgplan.pricing.measured import MeasuredCosts
 
@@ -132,6 +133,8 @@ def check_vllm(
         plan = load_plan(saved)
     said = list[str]()
     others = list[str]()
+    log = None
+    nbytes = 0
     if file:
         log = StartLog.parse(read_text(file, ReportError, _LOG))
         if not log:
@@ -139,17 +142,17 @@ def check_vllm(
                 f"{file} has no line `Graph capturing finished in ... secs, took ... GiB`",
                 remedy=_LOG,
             )
-        if not (read or log.graphs):
+        if not (read or log.graphs or log.sizes):
             raise ReportError(
                 f"{file} does not say how many graphs were captured",
                 remedy="Log standard error, too: vLLM's progress bars count them.",
             )
         others += log.of_other_options(plan)
-        said += others
         said += log.said()
         nbytes = log.bytes
         predicted = plan.predicted
         if others and read:
+            said = [*others, *said]
             costs = MeasuredCosts.from_vllm_log(log, read.loaded.config, str(file))
             predicted = costs.of(plan.keys)
         if predicted:
@@ -157,10 +160,8 @@ def check_vllm(
                 nbytes = predicted.total_bytes
             memory = format_bytes(predicted.total_bytes)
             said.append(
-                f"predicted for {plan.graph_words}: {memory} and {predicted.seconds:.3g} s, by "
-                f"{predicted_by(predicted)}"
+                f"predicted: {memory} and {predicted.seconds:.3g} s, by {predicted_by(predicted)}"
             )
-        said += log.kv_cache(nbytes, utilization, gpu_gib)
     for line in read.notes if read else ():
         note(f"note: {line}")
     head = (
@@ -168,6 +169,8 @@ def check_vllm(
         f"sizes in tokens: {describe_sizes(plan.capture_sizes)}"
     )
     typer.echo(wrapped("\n".join((head, *describe_batches(plan), *said))))
+    for line in log.kv_cache(nbytes, utilization, gpu_gib) if log else ():
+        typer.echo(wrapped(line))
     if read and read.lost:
         raise PlanError(
             "vLLM does not capture all that was asked for\n  - " + "\n  - ".join(read.lost),
@@ -175,9 +178,10 @@ def check_vllm(
             f"{plan.query_len}, the largest included, and no max_cudagraph_capture_size.",
         )
     if others and not read:
+        typer.echo(emit(plan, "vllm").block)
         raise PlanMismatchError(
             f"{saved}: {others[0]}",
-            remedy=f"Start vLLM with the options at the end of `cgplan inspect {saved}`.",
+            remedy="Start vLLM with the options of the plan, the last lines above.",
         )
 
 

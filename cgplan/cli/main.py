@@ -26,6 +26,7 @@ from cgplan.cli.options import (
     Shown,
     VllmOptions,
     WatchRequest,
+    gib,
     share,
     with_options,
 )
@@ -376,13 +377,13 @@ def check(
         float | None, Option(metavar="SHARE", help="If not the log's.", min=0.01, max=1)
     ] = None,
     gpu_memory: Annotated[
-        float | None, Option(metavar="GIB", help="If not the log's.", min=1)
+        float | None, Option(metavar="GIB", help="If not the log's.", parser=gib)
     ] = None,
 ) -> None:
     """Say which sizes vLLM leaves out, which batches run eagerly, and what its KV cache gets.
 
-    The exit code is 5 if sizes that were asked for are left out, 21 if the log's start has another
-    number of graphs than the plan.
+    The exit code is 5 if sizes that were asked for are left out, 20 if no KV cache fits, 21 if the
+    log's start has other graphs than the plan.
     """
     from cgplan.cli.inspect import check_vllm
 
@@ -390,8 +391,8 @@ def check(
         raise BadParameter("another GPU memory than the log's, without --log FILE")
     if plan is None:
         engine.vllm = engine.vllm or "{}"
-    elif engine.vllm:
-        raise BadParameter("give either --vllm JSON or --plan FILE")
+    elif engine != VllmOptions():
+        raise BadParameter("--plan FILE holds vLLM's options: leave out --vllm and the like")
     vllm = engine.read()
     check_vllm(vllm, log, plan, gpu_memory_utilization, gpu_memory)
 

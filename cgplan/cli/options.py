@@ -160,6 +160,14 @@ def memory(text: str) -> str:
     return "null" if text == "none" else text
 
 
+def gib(text: str) -> float:
+    """``80`` or ``80GiB``, of a GPU."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(GiB)?", text)
+    if not found or not 1 <= float(found[1]) <= 1024:
+        raise BadParameter(f"{text!r} is no GPU's memory in GiB: write 80 or 80GiB")
+    return float(found[1])
+
+
 def traffic_file(text: str) -> tuple[Path, float]:
     """A file, and how much faster its requests come: ``trace.csv@2x``."""
     name, _, faster = text.rpartition("@")

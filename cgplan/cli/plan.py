@@ -21,7 +21,6 @@ from cgplan.config import (
     LoadedConfig,
     Override,
     read_config,
-    validate_config,
 )
 from cgplan.config.load import read_text
 from cgplan.errors import (
@@ -45,7 +44,7 @@ from cgplan.planning.engines import (
     sizes_by_lane,
     with_emission,
 )
-from cgplan.planning.plan import Machine
+from cgplan.planning.plan import RULES, Machine
 from cgplan.reports import load_plan
 from cgplan.reports.plan_tables import brief, said
 from cgplan.reports.records import BenchReport, parse_report
@@ -155,29 +154,28 @@ def run_check(
             f"{path} has several sizes ({', '.join(plan.dim_names)}), which no check supports",
             remedy="Plan for the new traffic, and compare the two with `cgplan plan diff`.",
         )
-    simulated = {section: plan.config[section] | of for section, of in plan.simulated.items()}
     made = Evidence.model_validate(plan.evidence) if plan.evidence else None
     budget: dict[str, Any] = dict(plan.budget)
     if made and "slo" in made.binding:
         budget["max_graphs"] = plan.num_graphs
-    config = validate_config(plan.config | {"budget": budget} | simulated)
+    config = plan.settings.with_values("budget", **budget)
     _check_loads(config, loads)
     _refuse_varlen(config)
     times = _times_of(loads, config)
-    rules: dict[str, Any] = {"insurance": 0.0}
+    rules: dict[str, Any] = {"insurance": 0.0, "replicas": 1}
     if made:
         if made.step_times and not loads.step_times:
             times = times.model_validate(made.step_times)
         elif times.source != made.times_source:
             other = f"the plan was made with other step times: {made.times_source}"
             times = times.changed(notes=(other, *times.notes))
-        kept = {"insurance", "objective", "kv_tokens", "one_list", "apart"}
-        rules = made.model_dump(include=kept) | {"slo": made.slo}
-    replicas = loads.replicas or (made.replicas if made else 1)
+        rules = {name: getattr(made, name) for name in RULES}
+    if loads.replicas:
+        rules["replicas"] = loads.replicas
     from cgplan.optimizer.decisions import Planner  # numpy from here on
 
-    sources = _sources(config, loads, plan, replicas)
-    planner = Planner(times, sources, replicas=replicas, **rules)
+    sources = _sources(config, loads, plan, rules["replicas"])
+    planner = Planner(times, sources, **rules)
     check = planner.check(config, plan)
     publish(check, None, as_json=as_json)
     if check.slo_missed:
@@ -308,15 +306,16 @@ def _for_sizes(
     from cgplan.traffic.step_times import REMEDY, StepSurface  # numpy from here on
 
     surface = None
-    doubts: list[str] = []
+    unsure: list[str] = []
     file = loads.step_times
     if file:
         text = read_text(file, StepTimeError, REMEDY)
         surface = StepSurface.parse(text, file, config.dim_names)
-        doubts += _doubts(text, file, config, priced.machine)
+        unsure += _doubts(text, file, config, priced.machine)
     sizes = read_sizes(loads.files[0][0], dims_of(config), build_plan(config))
     plan = propose_boxes(config, sizes, surface, priced.costs)
-    return plan.changed(machine=priced.machine, lint=(*plan.lint, *doubts))
+    evidence = {**(plan.evidence or {}), "unsure": unsure}
+    return plan.changed(machine=priced.machine, evidence=evidence)
 
 
 def _for_traffic(
@@ -390,8 +389,7 @@ def _times_of(
         return StepTimes.default()
     text = read_text(file, StepTimeError, REMEDY)  # once: it may be a pipe
     times = StepTimes.parse(text, file)
-    warnings = *times.warnings, *_doubts(text, file, config, machine)
-    return times.changed(warnings=warnings)
+    return times.changed(unsure=tuple(_doubts(text, file, config, machine)))
 
 
 def _doubts(

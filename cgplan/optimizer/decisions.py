@@ -208,10 +208,10 @@ class Planner:
         least = min(allowed, key=attrgetter("expected_us"))
         regret = own.expected_us / least.expected_us - 1
         of_decode = None
-        verdict = f"regret {regret:.2%}"
+        verdict = f"regret {regret:z.2%}"
         if own.decode_us and least.decode_us:
             of_decode = own.decode_us / least.decode_us - 1
-            verdict += f", of decode steps {of_decode:.2%}"
+            verdict += f", of decode steps {of_decode:z.2%}"
         verdict += f": {format_microseconds(own.expected_us)} a step by this plan"
         if least is not own:
             verdict += f", {format_microseconds(least.expected_us)} ({least.name})"
@@ -228,7 +228,7 @@ class Planner:
             traffic_source=traffic.source,
             traffic_weight=traffic.total,
             times_source=times.source,
-            notes=(*warnings, *traffic.notes, *notes),
+            notes=(*times.unsure, *warnings, *traffic.notes, *notes),
             points=tuple(points),
             regret=regret,
             decode_regret=of_decode,

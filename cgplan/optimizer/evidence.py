@@ -205,6 +205,7 @@ class Evidence(Record):
         loads: Of several traffics, each; other loads, which are insured, come last.
         other_loads: Share of the steps in what was planned for that are theirs.
         service: Of the plan, of the graphs asked for, and without graphs.
+        unsure: As in ``StepTimes``.
         unmeasured: Share of the steps at sizes larger than those whose times were measured.
         decided, decisions: On the SLO and a changed mode, and on the rest, in sentences.
         slo: What the plan is to hold.
@@ -266,6 +267,7 @@ class Evidence(Record):
     decisions: tuple[str, ...] = ()
     step_times: dict[str, Any] | None = None
     unmeasured: float = 0.0
+    unsure: tuple[str, ...] = ()
     objective: str = "robust"
     kv_tokens: int | None = None
     replicas: int = 1

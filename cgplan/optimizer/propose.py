@@ -589,6 +589,7 @@ class PlannedGraphs:
             warnings=(*warnings, *lint(plan, run)),
             verdict=run.times.doubt + doubt + self._verdict(ladders.get(asked)),
             unmeasured=run.unmeasured,
+            unsure=run.times.unsure,
             unbounded=unbounded,
             padding=run.padding,
             left_out=_by_lane(self._left_out()),

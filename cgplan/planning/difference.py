@@ -6,11 +6,13 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from cgplan.config import BudgetConfig, Config
+from cgplan.config import Config
 from cgplan.config.values import Record
 from cgplan.errors import PlanMismatchError
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning.plan import (
+    RULES,
+    SIMULATED,
     LaneRecord,
     LeftOut,
     Machine,
@@ -81,8 +83,8 @@ class PlanDifference(Record):
         memory: Predicted, in bytes; ``seconds`` of start-up likewise.
         expected_us: Microseconds of a step.
         failed: Keys that the new plan leaves out because they could not be captured, with errors.
-        settings: Of the resolved mode, the configurations, the budgets, the machines, and
-            ``slo``, ``kv_tokens`` and ``replicas`` of the evidence.
+        settings: Of the resolved mode, the configurations, the budgets, the machines, and ``RULES``
+            of the evidence.
         notes: Why figures may not be comparable.
     """
 
@@ -222,26 +224,23 @@ def named(changes: Sequence[FieldChange]) -> str:
     return "; ".join(shown)
 
 
-def _settings(
-    old: Plan,
-    new: Plan,
-) -> Iterator[FieldChange]:
-    yield from _changes({"mode": str(old.mode)}, {"mode": str(new.mode)})
-    for change in _changes(old.config, new.config):
-        if change.name not in DECIDED_BY_THE_PLAN:
-            yield change
-    unlimited: dict[str, Any] = dict.fromkeys(BudgetConfig.model_fields)
-    yield from _changes({"budget": unlimited | old.budget}, {"budget": unlimited | new.budget})
-    if old.evidence and new.evidence:
-        for change in _changes(old.evidence, new.evidence):
-            if change.name in (
-                "slo",
-                "kv_tokens",
-                "replicas",
-            ):
-                yield change
-    if old.machine is not None and new.machine is not None:
-        yield from machine_changes(old.machine, new.machine)
+def _settings(old: Plan, new: Plan) -> list[FieldChange]:
+    usual = Config().model_dump(mode="json", include={"budget": True, **SIMULATED})
+    both = []
+    for plan in (old, new):
+        found: dict[str, Any] = {"mode": str(plan.mode)}
+        for part in (usual, plan.config, plan.simulated, {"budget": plan.budget}):
+            found.update(leaves(part))
+        for name in DECIDED_BY_THE_PLAN:
+            found.pop(name, None)
+        if old.evidence and new.evidence:
+            evidence = plan.evidence or {}
+            for name in RULES:
+                found[name] = evidence.get(name)
+        if old.machine and new.machine:
+            found.update(plan.machine or ())
+        both.append(found)
+    return _changes(*both)
 
 
 def _notes(old: Plan, new: Plan) -> Iterator[str]:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, PlainSerializer
 
-from cgplan.config import Config
+from cgplan.config import Config, validate_config
 from cgplan.config.values import Mode as Mode
 from cgplan.config.values import Record
 from cgplan.errors import ReportError
@@ -27,6 +27,8 @@ SIMULATED: dict[str, set[str]] = {
     "compilation": {"key_rules"},
     "distributed": {"data_parallel_sync"},
 }
+# Of the evidence, what a planner was asked for.
+RULES = ("slo", "objective", "insurance", "kv_tokens", "replicas", "one_list", "apart")
 # Settings of reports, planning and serving.
 _NOT_CAPTURED: dict[str, bool | set[str]] = {
     "report": True,
@@ -254,6 +256,12 @@ class Plan(Record):
     lint: tuple[str, ...] = ()
     emission: Emission | None = None
     file: str | None = None
+
+    @property
+    def settings(self) -> Config:
+        """``config`` with what is ``simulated``. Raises ConfigError for those of other versions."""
+        both = {section: self.config[section] | own for section, own in self.simulated.items()}
+        return validate_config(self.config | both)
 
     @property
     def max_capture_size(self) -> int:

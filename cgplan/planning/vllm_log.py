@@ -9,14 +9,18 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import itemgetter
 
+from cgplan.errors import BudgetError
 from cgplan.modes import CUDAGraphMode
+from cgplan.planning.build import build_plan
+from cgplan.planning.difference import compare
 from cgplan.planning.engines import VERSIONS
 from cgplan.planning.plan import Plan
-from cgplan.units import counted, format_bytes
+from cgplan.units import counted, format_bytes, listed
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -65,7 +69,7 @@ class StartLog:
         advice: The numbers of vLLM's line on ``--kv-cache-memory``.
         has_drafts: Whether the start had speculative tokens.
         version: Of vLLM; empty if the log does not tell it.
-        largest: Capture size, if known.
+        mode, sizes: That vLLM was to capture; None and () if the log does not name them.
         kv_token_bytes: Of the KV cache, by ``advice``; 0 if not known.
     """
 
@@ -76,7 +80,8 @@ class StartLog:
     by_mode: dict[CUDAGraphMode, tuple[float, float]]
     advice: tuple[float, ...]
     version: str = ""
-    largest: int = 0
+    mode: CUDAGraphMode | None = None
+    sizes: tuple[int, ...] = ()
     kv_token_bytes: int = 0
     has_drafts: bool = False
 
@@ -110,7 +115,6 @@ class StartLog:
             kv_bytes = advised[-1] * GIB / int(tokens[1].replace(",", ""))
         version = _VERSION.search(text)
         captures = _CAPTURES.search(text)
-        sizes = json.loads(captures[2]) if captures else []
         return cls(
             seconds=max(seconds),
             bytes=round(max(taken) * GIB),
@@ -119,29 +123,60 @@ class StartLog:
             by_mode=by_mode,
             advice=advised,
             version=version[1] if version else "",
-            largest=max(sizes, default=0),
+            mode=CUDAGraphMode.parse(captures[1]) if captures else None,
+            sizes=tuple(json.loads(captures[2])) if captures else (),
             kv_token_bytes=round(kv_bytes),
             has_drafts="speculative_config=Spec" in text,
         )
 
-    @property
-    def of_other_rules(self) -> list[str]:
-        """A sentence, if its release is none that was checked."""
+    def doubts(self) -> Iterator[str]:
+        """Sentences on why its figures may not be those of vLLM's present graphs."""
         nearest = VERSIONS["vLLM"]
-        if not self.version or self.version.split(".")[:2] == nearest.split(".")[:2]:
-            return []
-        return [f"the log is of vLLM {self.version}, the rules are of {nearest}, the nearest known"]
+        if self.version and self.version.split(".")[:2] != nearest.split(".")[:2]:
+            yield (
+                f"the log is of vLLM {self.version}, the rules are of {nearest}, the nearest known"
+            )
+        if not self.sizes:
+            yield (
+                "the log does not name its capture sizes, which may be others than these: give it "
+                "from its first line"
+            )
 
     def of_other_options(self, plan: Plan) -> Iterator[str]:
-        """A sentence, if the number of graphs differs."""
-        own = sum(count for count, _ in self.graphs.values())
-        if own not in (0, len(plan.keys), plan.num_graphs):
-            graphs = counted(own, "graph")
-            yield f"the log is of a start with {graphs}, the configuration has {plan.graph_words}"
+        """A sentence, if the start had other graphs."""
+        own = Counter({mode: count for mode, (count, _) in self.graphs.items()})
+        keys = (*plan.keys, *plan.draft_keys)
+        of_plan = [Counter(mode for mode, _ in found) for found in (plan.keys, keys)]
+        started = plan
+        if self.sizes:
+            tokens = max(*self.sizes, plan.max_num_batched_tokens)
+            config = plan.settings.with_values("scheduler", max_num_batched_tokens=tokens)
+            config = config.with_values(
+                "compilation",
+                cudagraph_mode=self.mode,
+                cudagraph_capture_sizes=self.sizes,
+                max_cudagraph_capture_size=None,
+            )
+            started = build_plan(config)
+        lanes = compare(plan, started).changed_lanes
+        if not lanes and own in (Counter(), *of_plan):
+            return
+        graphs = counted(own.total() or started.num_graphs, "graph")
+        found = []
+        if started.mode is not plan.mode:
+            found.append(f"mode {started.mode}, not {plan.mode}")
+        for lane in lanes:
+            for word, sizes in (("without", lane.removed), ("with", lane.added)):
+                if sizes:
+                    found.append(f"{lane.lane} {word} {listed(sizes)}")
+        said = f"the log is of a start with {graphs}, the configuration has {plan.graph_words}"
+        if found:
+            said += f": {'; '.join(found)}"
+        yield said
 
     def said(self) -> Iterator[str]:
         """Sentences on the memory of the graphs, and on vLLM's options for the KV cache."""
-        yield from self.of_other_rules
+        yield from self.doubts()
         kept = ""
         if self.reserved:
             kept = f", and vLLM kept {format_bytes(self.reserved)} free for them"
@@ -163,7 +198,7 @@ class StartLog:
         utilization: float | None,
         gpu_gib: float | None,
     ) -> Iterator[str]:
-        """What graphs leave to the KV cache."""
+        """What graphs leave to the KV cache. Raises BudgetError for nothing."""
         if not self.advice:
             return
         _, total, share, fits, *_ = self.advice
@@ -175,8 +210,10 @@ class StartLog:
         share = utilization or share
         left = total * share - rest
         if left <= 0:
-            yield f"no KV cache fits: {-left:.2f} GiB are missing, as all else takes {rest:.2f} GiB"
-            return
+            raise BudgetError(
+                f"no KV cache fits: {-left:.2f} GiB are missing, as all else takes {rest:.2f} GiB",
+                remedy="Give another --gpu-memory-utilization or GPU, or capture fewer graphs.",
+            )
         size = f"{left:.2f} GiB"
         if self.kv_token_bytes:
             size += f", {left * GIB / self.kv_token_bytes:,.0f} tokens"

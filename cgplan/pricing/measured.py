@@ -237,7 +237,7 @@ class MeasuredCosts(GraphCosts):
             driver[mode] = each
             known += each * count
             pools[mode] = max(first - each, 0.0)
-            largest[mode] = tokens or log.largest or plan.max_capture_size
+            largest[mode] = tokens or max(log.sizes, default=plan.max_capture_size)
         known += max(pools.values())
         scale = log.bytes / known if known else 0.0  # to what captures took
         seconds = log.seconds / total
@@ -254,7 +254,7 @@ class MeasuredCosts(GraphCosts):
         if log.by_mode:
             how = "what vLLM estimates for its mode"
         notes = [
-            *log.of_other_rules,
+            *log.doubts(),
             *log.of_other_options(plan),
             f"{path} has the costs of {counted(total, 'graph')} together, "
             f"{format_bytes(log.bytes)} and {log.seconds:.0f} s: each graph was given the same "
@@ -262,7 +262,10 @@ class MeasuredCosts(GraphCosts):
         ]
         if log.has_drafts:
             notes.append(f"{path} is of a start with drafts: each graph has its share of theirs")
-        costs = cls(keys, points, config, source=f"the log of vLLM, {path}", notes=notes)
+        source = f"the log of vLLM, {path}"
+        if plan.draft_keys and not log.has_drafts:
+            source += ", which has no graph of the draft model"
+        costs = cls(keys, points, config, source=source, notes=notes)
         costs.estimated = True
         return costs
 

@@ -47,7 +47,7 @@ from cgplan.reports.layout import (
     titled,
     verbatim,
 )
-from cgplan.reports.records import UNSURE, Beside, ReplanReport, Way
+from cgplan.reports.records import Beside, ReplanReport, Way
 from cgplan.units import (
     format_bytes,
     format_microseconds,
@@ -173,7 +173,9 @@ def said(plan: Plan, brief: bool = False) -> list[Fact]:
     notes = [*(plan.predicted.notes if plan.predicted else ()), *plan.notes]
     for name in ("traffic_notes", "times_notes", "notes"):
         notes += evidence.get(name, ())
-    warnings = (*plan.warnings, *plan.lint, *evidence.get("warnings", ()))
+    warnings = [*plan.warnings, *plan.lint]
+    for name in ("unsure", "warnings"):
+        warnings += evidence.get(name, ())
     weighed = labelled("weighed", evidence.get("decided", ()))
     weighed += labelled("weighed", evidence.get("decisions", ()))
     told = labelled("warning", warnings) + labelled("note", notes)
@@ -341,13 +343,10 @@ def _answer(
         sizes = ", ".join(_used(use).partition(": ")[2] for use in evidence.uses)
     if len(sizes) > MOST_SIZES and not whole:
         sizes = f"{sizes[:MOST_SIZES].rpartition(', ')[0]}, ...; --verbose shows all"
-    told = said(plan, brief=not whole)[len(evidence.decided) :]  # these are the first
     rows = [("verdict", evidence.verdict)]
     rows += labelled("weighed", evidence.decided)
-    for row in [*told]:
-        if UNSURE in row[1]:
-            rows.append(row)
-            told.remove(row)
+    rows += labelled("warning", evidence.unsure)
+    told = [row for row in said(plan, brief=not whole) if row not in rows]
     rows.append(("step times", evidence.times_source))
     rows += [row for row in head_rows(plan) if row[0] == "mode"]
     if sizes:
@@ -485,7 +484,7 @@ def _reasons(plan: Plan, evidence: Evidence) -> Iterator[Fact]:
         told = f"{evidence.other_loads:.0%} of steps: {', '.join(names)}"
         ratios = [load.expected_us / load.ladder_us for load in loads if load.ladder_us]
         if ratios:
-            told += f"; steps {max(ratios) - 1:+.1%} at most"
+            told += f"; steps {max(ratios) - 1:+z.1%} at most"
         yield "loads", told
     eager = "" if expected.eager is None else f"eager {format_microseconds(expected.eager)}, "
     bounds = f"{eager}with a graph for every size {format_microseconds(expected.bound)}"
@@ -601,7 +600,7 @@ def render_difference(
     for part in difference.failed:
         rows.append(("left out", f"{part.lane} {describe_sizes(part.sizes)}: {part.reason}"))
     rows += labelled("note", difference.notes)
-    lanes: RenderableType = Text("No graph is added or removed.")
+    lanes: RenderableType = Text("No graph of the model is added or removed.")
     if difference.changed_lanes:
         columns = [_LANE]
         for name in ("added", "removed", "kept"):

@@ -384,9 +384,6 @@ class CaptureReport(SavedReport):
         return f"a capture of {len(self.records)} keys on {made}"
 
 
-UNSURE = "Not to be trusted"
-
-
 class Timing(Record):
     """Microseconds of repeated calls."""
 

@@ -33,7 +33,6 @@ from cgplan.reports.plan_tables import head_rows, predicted_by
 from cgplan.reports.records import (
     LEAST_GAIN,
     OURS,
-    UNSURE,
     AuditReport,
     BaselineRecord,
     BaselinesRecord,
@@ -392,7 +391,7 @@ def unsure(report: BenchReport) -> list[str]:
     if not found:
         return []
     return [
-        f"{UNSURE}, as over twice the fastest call: {listed(found)} tokens; measure again "
+        f"Not to be trusted, as over twice the fastest call: {listed(found)} tokens; measure again "
         "on an idle machine, on a CPU with OMP_NUM_THREADS=1"
     ]
 

@@ -419,6 +419,7 @@ class StepTimes(Record):
             batches.
         notes: Assumptions, and points that were changed.
         doubt: Said before each verdict by them.
+        unsure: Why those of a bench may be wrong, or others than the plan's.
     """
 
     kind: Literal["step_times"] = "step_times"
@@ -433,6 +434,7 @@ class StepTimes(Record):
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     doubt: str = ""
+    unsure: tuple[str, ...] = ()
 
     @classmethod
     def measured(
@@ -505,8 +507,8 @@ class StepTimes(Record):
         if not is_json and LOG_LINE.search(text):
             raise StepTimeError(
                 f"{path}: the log has no iteration without speculative tokens after its start",
-                remedy="Run vLLM with --enable-logging-iteration-details, and give the log from "
-                "its first line.",
+                remedy="Run vLLM with --enable-logging-iteration-details, without "
+                "--speculative-config, and give the log from its first line.",
             )
         rows = raw_rows(text, path, StepTimeError)
         if is_json:

@@ -581,7 +581,7 @@ def test_plan_says_whose_step_times_it_uses(home: Path) -> None:
     for changes, told in ((), False), (untimed, False), (wider, True):
         evidence = plan_of(*command, *changes).evidence
         assert evidence is not None
-        warnings = " ".join(evidence["warnings"])
+        warnings = " ".join(evidence["unsure"])
         assert "not of a GPU" in warnings
         assert ("measured with another configuration" in warnings) == told
     assert re.search(r"step times +bench\.json, .*cpu \(tape\)", unwrapped(good(*command).stdout))
@@ -857,23 +857,28 @@ def test_vllm_check(home: Path) -> None:
     assert "the log is of a start with 9 graphs, the configuration has 49 graphs (26" in shown
     assert "by the log the graphs took 512 MiB and 3 s" in shown
     assert re.search(
-        r"predicted for 49 graphs \(26 .*\): \S+ \S+ and \S+ s, by the log of vLLM", shown
+        r"predicted: \S+ \S+ and \S+ s, by the log of vLLM, \S+, which has no graph of the draft",
+        shown,
     )
     less = good("vllm", "check", *drafted, "--log", str(START), "--gpu-memory-utilization", "0.5")
     assert "80 GiB of the GPU x --gpu-memory-utilization 0.5, less " in unwrapped(less.stdout)
-    none = unwrapped(
-        good("vllm", "check", *drafted, "--log", str(START), "--gpu-memory", "2").stdout
-    )
-    assert "no KV cache fits: " in none
-    assert "--kv-cache-memory-bytes 0" not in none
+    none = cgplan_command("vllm", "check", *drafted, "--log", str(START), "--gpu-memory", "2")
+    assert none.exit_code == errors.BudgetError.exit_code
+    assert "no KV cache fits: " in unwrapped(none.stderr)
+    assert "predicted: " in none.stdout
+    assert "(10.10 GiB)" not in none.stdout
     refused_log = cgplan_command("vllm", "check", *bounds, "--log", "good.yaml")
     assert refused_log.exit_code == errors.ReportError.exit_code
     assert "good.yaml has no line `Graph capturing finished" in unwrapped(refused_log.stderr)
 
 
 def test_a_start_is_checked_against_the_plan(home: Path) -> None:
-    """By the number of its graphs, with what was predicted of them; 9 are those of the log."""
-    for name, sizes in (("same.json", "[1, 2, 4, 8, 16]"), ("fewer.json", "[1, 8]")):
+    """By its graphs, with what was predicted of them; 9 are those of the log."""
+    for name, sizes in (
+        ("same.json", "[1, 2, 4, 8, 16]"),
+        ("fewer.json", "[1, 8]"),
+        ("others.json", "[1, 2, 3, 8, 16]"),
+    ):
         command = (
             "plan",
             "--vllm",
@@ -884,7 +889,8 @@ def test_a_start_is_checked_against_the_plan(home: Path) -> None:
         good(*command, "--costs", str(START), "--output", name)
     checked = ("vllm", "check", "--log", str(START), "--plan")
     shown = unwrapped(good(*checked, "same.json").stdout)
-    assert "predicted for 9 graphs: 512 MiB and 3 s, by the log of vLLM" in shown
+    assert "vLLM captures 9 graphs" in shown
+    assert "predicted: 512 MiB and 3 s, by the log of vLLM" in shown
     assert "by the log the graphs took 512 MiB and 3 s" in shown
     result = cgplan_command(*checked, "fewer.json")
     assert result.exit_code == errors.PlanMismatchError.exit_code
@@ -896,10 +902,19 @@ def test_a_start_is_checked_against_the_plan(home: Path) -> None:
     assert line.findall(of_options) != line.findall(shown)
     said = "fewer.json: the log is of a start with 9 graphs, the configuration has 4 graphs"
     assert said in unwrapped(result.stderr)
+    other = cgplan_command(*checked, "others.json")
+    assert other.exit_code == errors.PlanMismatchError.exit_code
+    assert "PIECEWISE without 3; PIECEWISE with 4" in unwrapped(other.stderr)
+    pasted = shlex.split(other.stdout.splitlines()[-1])
+    assert json.loads(pasted[1])["cudagraph_capture_sizes"] == [1, 2, 3, 8, 16]
+    assert pasted[2:4] == ["--max-num-seqs", "8"]
     Path("uncounted.log").write_text("Graph capturing finished in 3 secs, took 0.50 GiB")
     uncounted = ("vllm", "check", "--plan", "same.json", "--log", "uncounted.log")
     assert "does not say how many graphs" in refused(errors.ReportError, *uncounted)
-    assert cgplan_command(*checked, "same.json", "--vllm", "{}").exit_code == 2
+    for option in (("--vllm", "{}"), ("--max-num-seqs", "8")):
+        refusal = cgplan_command(*checked, "same.json", *option)
+        assert refusal.exit_code == 2
+        assert "--plan FILE holds vLLM's options" in refusal.stderr
 
 
 def test_plan_diff_shows_costs_that_one_side_has(home: Path) -> None:

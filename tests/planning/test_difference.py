@@ -19,6 +19,7 @@ from cgplan.planning.difference import (
     mismatches,
     unused_settings,
 )
+from cgplan.planning.engines import read_vllm
 from cgplan.planning.plan import Lane, Machine
 
 H200 = Machine(gpu="NVIDIA H200", driver="580.1", torch="2.13.0")
@@ -92,6 +93,7 @@ def test_figures_that_cannot_be_compared_are_pointed_out() -> None:
 
 
 PLAN = plan_of("FULL", [4])
+DRAFTED = read_vllm("{}", num_speculative_tokens=3, speculative_method="eagle").loaded.config
 LIMITED = build_plan(config_of(budget={"memory": "1GiB", "max_graphs": 4}))
 
 
@@ -120,6 +122,25 @@ LIMITED = build_plan(config_of(budget={"memory": "1GiB", "max_graphs": 4}))
             PLAN.model_copy(update={"machine": H200}),
             PLAN.model_copy(update={"machine": H200.model_copy(update={"driver": "590.2"})}),
             [("driver", "580.1", "590.2")],
+        ),
+        (
+            build_plan(DRAFTED),
+            build_plan(
+                DRAFTED.with_values("speculative", method="ngram", accepted_tokens=2.1)
+                .with_values("compilation", key_rules="vllm_v1")
+                .with_values("scheduler", mixed_batches=False)
+            ),
+            [
+                ("compilation.key_rules", "vllm_v2", "vllm_v1"),
+                ("scheduler.mixed_batches", True, False),
+                ("speculative.method", "eagle", "ngram"),
+                ("speculative.accepted_tokens", None, 2.1),
+            ],
+        ),
+        (
+            PLAN.changed(evidence={"objective": "mean", "insurance": 0.1, "slo": []}),
+            PLAN.changed(evidence={"objective": "robust", "insurance": 0.1, "slo": []}),
+            [("objective", "mean", "robust")],
         ),
     ],
 )

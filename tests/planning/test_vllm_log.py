@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cgplan.config import Config
-from cgplan.errors import ReportError
+from cgplan.errors import BudgetError, ReportError
 from cgplan.modes import RUNTIME_MODES
 from cgplan.planning import build_plan
-from cgplan.planning.engines import VERSIONS, read_vllm
+from cgplan.planning.build import ladder_sizes
+from cgplan.planning.engines import VERSIONS, emit, read_vllm
 from cgplan.planning.vllm_log import StartLog, logged_steps
 from cgplan.pricing.measured import MeasuredCosts
 
@@ -61,7 +65,7 @@ def test_another_release_gets_the_rules_of_the_nearest(version: str, is_other: b
     told = f"the log is of vLLM {version}, the rules are of {VERSIONS['vLLM']}, the nearest known"
     assert (next(log.said()) == told) == is_other
     assert (told in costs_of(text, config_of()).notes) == is_other
-    assert started(LOG.replace("(v0.33.0) ", "")).of_other_rules == []
+    assert [*started(LOG.replace("(v0.33.0) ", "")).doubts()] == []
 
 
 def test_what_the_graphs_leave_to_the_kv_cache() -> None:
@@ -104,8 +108,8 @@ def test_the_kv_cache_of_other_graphs_shares_and_gpus(
     assert found
     assert int(found[1].replace(",", "")) == round(room / MIB)
     assert f"{gpu or 80:g} GiB of the GPU x --gpu-memory-utilization {share or 0.9:g}" in said
-    (none,) = log.kv_cache(GIB, 0.1, None)
-    assert none.startswith("no KV cache fits: ")
+    with pytest.raises(BudgetError, match=r"no KV cache fits: 14\.\d\d GiB are missing"):
+        next(log.kv_cache(GIB, 0.1, None))
     assert [*started("Graph capturing finished in 5 secs, took 0.5 GiB").kv_cache(0, 0.9, 80)] == []
 
 
@@ -131,10 +135,13 @@ def test_a_log_without_a_profile_counts_graphs_by_its_progress_bars() -> None:
     """Model Runner V2 logs no line on its profile, and bars with the mode alone; those of the profile come first."""
     bars = "Capturing CUDA graphs (FULL): 100%|##| 2/2 [00:01<\rCapturing CUDA graphs (FULL):  10%|# | 1/35 [00:00<"
     log = started(f"{bars}\nGraph capturing finished in 5 secs, took 0.51 GiB")
-    assert (log.graphs, log.reserved, [*log.said()]) == (
-        {FULL: (35, 0)},
-        0,
-        ["by the log the graphs took 522 MiB and 5 s"],
+    doubt, said = log.said()
+    assert (log.graphs, log.reserved) == ({FULL: (35, 0)}, 0)
+    assert said == "by the log the graphs took 522 MiB and 5 s"
+    assert doubt.startswith("the log does not name its capture sizes, which may be others")
+    assert (
+        doubt
+        in costs_of(f"{bars}\nGraph capturing finished in 5 secs, took 0.51 GiB", config_of()).notes
     )
 
 
@@ -144,7 +151,7 @@ def test_the_pool_is_that_of_the_sizes_that_the_log_names() -> None:
     without = bars.replace("Capturing CUDA graphs", "-")
     assert started(without).graphs == {}
     for text in (bars, without):
-        assert started(text).largest == 16
+        assert max(started(text).sizes) == 16
         pool = [costs_of(text, config_of(seqs=seqs)).pool_bytes(PIECEWISE, 4) for seqs in (2, 8)]
         assert pool[0] == pytest.approx(pool[1], rel=0.02)
         assert pool[1] == pytest.approx(503 / 4 * MIB, rel=0.02)
@@ -165,7 +172,7 @@ def test_costs_add_up_to_those_of_the_start(text: str) -> None:
     assert whole.estimated
     assert whole.seconds == pytest.approx(3)
     assert whole.total_bytes == pytest.approx(GIB // 2, abs=64)
-    assert "has the costs of 9 graphs together, 512 MiB and 3 s" in whole.notes[0]
+    assert "has the costs of 9 graphs together, 512 MiB and 3 s" in whole.notes[-1]
     fewer = costs.of([key for key in plan.keys if key[1].num_tokens in (1, 8)])
     assert fewer.seconds == pytest.approx(4 / 9 * 3)
     assert fewer.total_bytes < whole.total_bytes
@@ -194,6 +201,81 @@ def test_a_start_of_other_graphs_is_noted_and_one_without_graphs_refused() -> No
         )
 
 
+def logged(mode: str, sizes: list[int], graphs: dict[str, int]) -> StartLog:
+    bars = [f"Capturing CUDA graphs ({of}): 100%|##| {n}/{n} [" for of, n in graphs.items()]
+    named = f"'cudagraph_mode': <CUDAGraphMode.{mode}: 1>, 'cudagraph_capture_sizes': {sizes}"
+    return started("\n".join(
+        (f"Initializing a V1 LLM engine (v0.33.0) with config: {named}", *bars, "Graph capturing finished in 5 secs, took 0.51 GiB")
+    ))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("mode", "sizes", "graphs", "told"),
+    [
+        ("FULL_AND_PIECEWISE", [2, 8, 12], {"PIECEWISE": 3, "FULL": 2}, None),
+        ("FULL_AND_PIECEWISE", [2, 8, 12], {}, None),
+        (
+            "FULL_AND_PIECEWISE",
+            [4, 8, 16],
+            {"PIECEWISE": 3, "FULL": 2},
+            ": FULL uniform without 2; FULL uniform with 4; PIECEWISE without 2, 12; PIECEWISE with 4, 16",
+        ),
+        (
+            "FULL_DECODE_ONLY",
+            [2, 8, 12],
+            {"FULL": 5},
+            ": mode FULL_DECODE_ONLY, not FULL_AND_PIECEWISE; PIECEWISE without 2, 8, 12",
+        ),
+        ("FULL_AND_PIECEWISE", [2, 8, 12], {"PIECEWISE": 5}, ""),
+        ("FULL_AND_PIECEWISE", [2, 8, 12, 100], {}, ": PIECEWISE with 100"),
+    ],
+)
+def test_graphs_of_a_start_are_compared_by_size_and_mode(
+    mode: str, sizes: list[int], graphs: dict[str, int], told: str | None
+) -> None:
+    """As many graphs as the plan's five, unless only more bounds allow them; the last but one is lowered by vLLM."""
+    plan = build_plan(config_of('{"cudagraph_capture_sizes": [2, 8, 12]}'))
+    number = sum(graphs.values()) or len(plan.keys) + max(sizes) // 100
+    said = f"the log is of a start with {number} graphs, the configuration has 5 graphs{told}"
+    found = [*logged(mode, sizes, graphs).of_other_options(plan)]
+    assert found == ([] if told is None else [said])
+
+
+@pytest.mark.parametrize("method", ["eagle", "ngram", None])
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+@pytest.mark.parametrize("given", ["{}", '{"cudagraph_capture_sizes": [1, 6, 20, 41]}'])
+def test_a_start_with_the_options_of_a_plan_has_its_graphs(
+    method: Any, runner: Any, given: str
+) -> None:
+    """vLLM logs its sizes before it rounds them to whole requests of four tokens."""
+    read = read_vllm(
+        given,
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        num_speculative_tokens=3,
+        speculative_method=method,
+        runner=runner,
+    )
+    plan = build_plan(read.loaded.config)
+    options = json.loads(shlex.split(emit(plan, "vllm").options)[1])
+    asked = json.loads(given).get(
+        "cudagraph_capture_sizes", ladder_sizes(read.loaded.config, "vllm").sizes
+    )
+    for sizes in (options["cudagraph_capture_sizes"], asked):
+        assert [*logged("FULL_AND_PIECEWISE", list(sizes), {}).of_other_options(plan)] == []
+
+
+def test_costs_of_a_log_without_drafts_say_that_drafts_are_not_priced() -> None:
+    options = {"max_num_seqs": 8, "num_speculative_tokens": 3}
+    for method, text, told in (
+        ("eagle", LOG, True),
+        ("ngram", LOG, False),
+        ("eagle", LOG.replace("model='m'", "model='m', speculative_config=SpeculativeConfig()"), False),
+    ):  # fmt: skip
+        config = read_vllm("{}", speculative_method=method, **options).loaded.config  # type: ignore[arg-type]
+        assert ("which has no graph of the draft model" in costs_of(text, config).source) == told
+
+
 def test_steps_run_in_the_graphs_of_the_start_before_them() -> None:
     found = [*logged_steps(LOG)]
     assert found == [
@@ -212,5 +294,5 @@ def test_steps_run_in_the_graphs_of_the_start_before_them() -> None:
 
 def test_the_api_server_names_the_release_too() -> None:
     text = (Path(__file__).parents[1] / "data" / "vllm.log").read_text()
-    (said,) = started(text).of_other_rules
+    said = next(started(text).doubts())
     assert said.startswith("the log is of vLLM 0.13.0")
