@@ -80,8 +80,10 @@ class _Commands(TyperGroup):
             hint = ""
             if search(r"option: (-q|--quiet)", said):
                 said += "; it goes before the command: cgplan -q COMMAND"
-            elif search(r"option: --(slo|kv-cache-t|kv-t|mode|costs|max-g|memory)", said):
-                hint = "Of `cgplan plan`: a saved plan holds its SLO, KV cache, mode and budget"
+            elif search(r"option: --(slo|kv-cache-t|kv-t|mode|costs|max-g|memory|set)", said):
+                hint = "Of `cgplan plan`: a saved plan holds its settings, SLO and budget"
+            elif search(r"option: --(gpu-m|kv-cache-m)", said):
+                hint = "`cgplan vllm check --log FILE` takes GPU memory, gives --kv-cache-tokens"
             elif search(r"option: -[-Octpd]|(command '|\()(vllm|serve)|extra.*\(\S+/", said):
                 hint = (
                     "Of vLLM: --vllm JSON of `plan` or `vllm check` takes the keys of its "

@@ -203,9 +203,10 @@ def announcements(plan: Plan) -> Iterator[str]:
 
 def _check_loads(config: Config, loads: Loads) -> None:
     given = {
-        "--speedup, --scale, --replicas, --weights, --objective, --insurance and --step-times": (
-            not loads.is_recorded or loads.step_times
+        "--speedup, --scale, --replicas, --weights, --objective or --insurance": (
+            not loads.is_recorded
         ),
+        "--step-times": loads.step_times,
         "--slo": loads.slo,
         "--mode best": loads.mode is ModeChoice.best,
         "--kv-cache-tokens": loads.kv_cache_tokens,

@@ -17,7 +17,6 @@ from operator import itemgetter
 from cgplan.errors import BudgetError
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning.build import build_plan
-from cgplan.planning.difference import compare
 from cgplan.planning.engines import VERSIONS
 from cgplan.planning.plan import Plan
 from cgplan.units import counted, format_bytes, listed
@@ -158,17 +157,16 @@ class StartLog:
                 max_cudagraph_capture_size=None,
             )
             started = build_plan(config)
-        lanes = compare(plan, started).changed_lanes
-        if not lanes and own in (Counter(), *of_plan):
+        if {*started.keys} == {*plan.keys} and own in (Counter(), *of_plan):
             return
         graphs = counted(own.total() or started.num_graphs, "graph")
-        found = []
+        found = [f"{count} {mode}" for mode, count in own.items()]
         if started.mode is not plan.mode:
             found.append(f"mode {started.mode}, not {plan.mode}")
-        for lane in lanes:
-            for word, sizes in (("without", lane.removed), ("with", lane.added)):
-                if sizes:
-                    found.append(f"{lane.lane} {word} {listed(sizes)}")
+        had, has = ({key.num_tokens for _, key in which.keys} for which in (plan, started))
+        for word, sizes in (("without", had - has), ("with", has - had)):
+            if sizes:
+                found.append(f"{word} sizes {listed(sorted(sizes))}")
         said = f"the log is of a start with {graphs}, the configuration has {plan.graph_words}"
         if found:
             said += f": {'; '.join(found)}"

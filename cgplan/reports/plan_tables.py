@@ -567,7 +567,7 @@ def _check(check: PlanCheck) -> RenderableType:
     regrets: list[Column] = []
     for title, figure in compared.items():
         if getattr(own, figure):
-            regrets.append(Column(title, partial(regret, figure), "{:+.1%}".format))
+            regrets.append(Column(title, partial(regret, figure), "{:+z.1%}".format))
     uses = Grid(
         check.uses,
         *USES,

@@ -860,6 +860,9 @@ def test_vllm_check(home: Path) -> None:
         r"predicted: \S+ \S+ and \S+ s, by the log of vLLM, \S+, which has no graph of the draft",
         shown,
     )
+    for memory in ("80", "80GiB"):
+        same_gpu = good("vllm", "check", *drafted, "--log", str(START), "--gpu-memory", memory)
+        assert unwrapped(same_gpu.stdout) == shown
     less = good("vllm", "check", *drafted, "--log", str(START), "--gpu-memory-utilization", "0.5")
     assert "80 GiB of the GPU x --gpu-memory-utilization 0.5, less " in unwrapped(less.stdout)
     none = cgplan_command("vllm", "check", *drafted, "--log", str(START), "--gpu-memory", "2")
@@ -904,7 +907,7 @@ def test_a_start_is_checked_against_the_plan(home: Path) -> None:
     assert said in unwrapped(result.stderr)
     other = cgplan_command(*checked, "others.json")
     assert other.exit_code == errors.PlanMismatchError.exit_code
-    assert "PIECEWISE without 3; PIECEWISE with 4" in unwrapped(other.stderr)
+    assert "without sizes 3; with sizes 4" in unwrapped(other.stderr)
     pasted = shlex.split(other.stdout.splitlines()[-1])
     assert json.loads(pasted[1])["cudagraph_capture_sizes"] == [1, 2, 3, 8, 16]
     assert pasted[2:4] == ["--max-num-seqs", "8"]
@@ -1165,9 +1168,19 @@ def test_what_a_plan_of_several_sizes_refuses(home: Path) -> None:
         ("vllm check --log a.log --gpu-memory-utilization 90", "less than or equal to 1"),
         ("vllm check --tensor-parallel-size 2", "leave out the rest"),
         ("plan --vllm {} -tp 2", "leave out the rest"),
-        ("plan check p.json --slo tpot_p99=5ms", "a saved plan holds its SLO"),
-        ("plan check p.json --kv-cache-tokens 5", "a saved plan holds its SLO"),
-        ("plan --vllm {} --kv-cache-memory-bytes 5", "leave out the rest and the model"),
+        ("plan check p.json --slo tpot_p99=5ms", "a saved plan holds its settings, SLO"),
+        ("plan check p.json --kv-cache-tokens 5", "a saved plan holds its settings, SLO"),
+        (
+            "plan check p.json --set speculative.accepted_tokens=2",
+            "a saved plan holds its settings",
+        ),
+        (
+            "plan --vllm {} --kv-cache-memory-bytes 5",
+            "`cgplan vllm check --log FILE` takes GPU memory",
+        ),
+        ("plan --gpu-memory 40", "`cgplan vllm check --log FILE` takes GPU memory"),
+        ("vllm check --log a.log --gpu-memory 81920", "write 80 or 80GiB"),
+        ("vllm check --log a.log --gpu-memory 40GB", "write 80 or 80GiB"),
         ("inspect --vllm {} --max_num_seqs 4", "(Possible options: --max-num-seqs)"),
         ("plan --vllm {} --enforce-eager", "leave it out"),
         ("inspect --vllm {} --enforce-eager", "leave it out"),

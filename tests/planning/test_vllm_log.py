@@ -218,16 +218,16 @@ def logged(mode: str, sizes: list[int], graphs: dict[str, int]) -> StartLog:
             "FULL_AND_PIECEWISE",
             [4, 8, 16],
             {"PIECEWISE": 3, "FULL": 2},
-            ": FULL uniform without 2; FULL uniform with 4; PIECEWISE without 2, 12; PIECEWISE with 4, 16",
+            ": 3 PIECEWISE; 2 FULL; without sizes 2, 12; with sizes 4, 16",
         ),
         (
             "FULL_DECODE_ONLY",
             [2, 8, 12],
             {"FULL": 5},
-            ": mode FULL_DECODE_ONLY, not FULL_AND_PIECEWISE; PIECEWISE without 2, 8, 12",
+            ": 5 FULL; mode FULL_DECODE_ONLY, not FULL_AND_PIECEWISE; without sizes 12",
         ),
-        ("FULL_AND_PIECEWISE", [2, 8, 12], {"PIECEWISE": 5}, ""),
-        ("FULL_AND_PIECEWISE", [2, 8, 12, 100], {}, ": PIECEWISE with 100"),
+        ("FULL_AND_PIECEWISE", [2, 8, 12], {"PIECEWISE": 5}, ": 5 PIECEWISE"),
+        ("FULL_AND_PIECEWISE", [2, 8, 12, 100], {}, ": with sizes 100"),
     ],
 )
 def test_graphs_of_a_start_are_compared_by_size_and_mode(
