@@ -91,11 +91,7 @@ class StartLog:
         if not starts:
             return None
         text = _START + starts[-1]
-        seconds = []
-        taken = [0.0]
-        for whole, gib in _FINISHED.findall(text):
-            seconds.append(float(whole))
-            taken.append(float(gib))
+        seconds, taken = zip(*_FINISHED.findall(text), strict=True)
         graphs = {CUDAGraphMode[mode]: (int(count), 0) for mode, count in _BAR.findall(text)}
         profiles = "\n".join(_PROFILED.findall(text))
         for mode, count, largest in _GROUP.findall(profiles):
@@ -115,8 +111,8 @@ class StartLog:
         version = _VERSION.search(text)
         captures = _CAPTURES.search(text)
         return cls(
-            seconds=max(seconds),
-            bytes=round(max(taken) * GIB),
+            seconds=max(map(float, seconds)),
+            bytes=round(max(0.0, *map(float, taken)) * GIB),
             graphs=graphs,
             reserved=round(reserved * GIB),
             by_mode=by_mode,

@@ -264,7 +264,7 @@ class MeasuredCosts(GraphCosts):
             notes.append(f"{path} is of a start with drafts: each graph has its share of theirs")
         source = f"the log of vLLM, {path}"
         if plan.draft_keys and not log.has_drafts:
-            source += ", which has no graph of the draft model"
+            source += " (no graph of the draft model)"
         costs = cls(keys, points, config, source=source, notes=notes)
         costs.estimated = True
         return costs
