@@ -163,10 +163,9 @@ class StartLog:
         for word, sizes in (("without", had - has), ("with", has - had)):
             if sizes:
                 found.append(f"{word} sizes {listed(sorted(sizes))}")
-        said = f"the log is of a start with {graphs}, the configuration has {plan.graph_words}"
         if found:
-            said += f": {'; '.join(found)}"
-        yield said
+            graphs += f" ({'; '.join(found)})"
+        yield f"the log is of a start with {graphs}, the configuration has {plan.graph_words}"
 
     def said(self) -> Iterator[str]:
         """Sentences on the memory of the graphs, and on vLLM's options for the KV cache."""

@@ -854,7 +854,9 @@ def test_vllm_check(home: Path) -> None:
     assert good("vllm", "check", *same).stdout == good("vllm", "check", *drafted).stdout
     shown = unwrapped(good("vllm", "check", *drafted, "--log", str(START)).stdout)
     assert "vLLM captures 49 graphs (26 of them of the draft model) in mode" in shown
-    assert "the log is of a start with 9 graphs, the configuration has 49 graphs (26" in shown
+    assert re.search(
+        r"of a start with 9 graphs \(.*\), the configuration has 49 graphs \(26", shown
+    )
     assert "by the log the graphs took 512 MiB and 3 s" in shown
     assert re.search(
         r"predicted: \S+ \S+ and \S+ s, by the log of vLLM, \S+ \(no graph of the draft model\)",
@@ -903,7 +905,10 @@ def test_a_start_is_checked_against_the_plan(home: Path) -> None:
     line = re.compile(r"--kv-cache-memory-bytes \d+ .* for graphs")
     assert line.findall(unwrapped(result.stdout)) == line.findall(of_options) != []
     assert line.findall(of_options) != line.findall(shown)
-    said = "fewer.json: the log is of a start with 9 graphs, the configuration has 4 graphs"
+    said = (
+        "fewer.json: the log is of a start with 9 graphs (5 PIECEWISE; 4 FULL; with sizes 2, 4, 16), "
+        "the configuration has 4 graphs"
+    )
     assert said in unwrapped(result.stderr)
     other = cgplan_command(*checked, "others.json")
     assert other.exit_code == errors.PlanMismatchError.exit_code
@@ -936,6 +941,19 @@ def test_plan_diff_shows_costs_that_one_side_has(home: Path) -> None:
     assert re.search(r"^memory +- +[\d.]+ MiB +- +-$", shown, re.MULTILINE)
     assert re.search(r"^start-up +- +667 ms +- +-$", shown, re.MULTILINE)
     assert re.search(r"^PIECEWISE +- +1 +8$", shown, re.MULTILINE)
+
+
+def test_plan_diff_names_another_speculative_method(home: Path) -> None:
+    """The model's graphs are the same, those of a draft model go."""
+    for method in ("eagle", "ngram"):
+        drafts = ("--num-speculative-tokens", "3", "--speculative-method", method)
+        good("plan", "--vllm", "{}", "--max-num-seqs", "8", *drafts, "--output", f"{method}.json")
+    shown = good("plan", "diff", "eagle.json", "ngram.json").stdout
+    assert re.search(r'^ +speculative\.method +"eagle" -> "ngram"$', shown, re.MULTILINE)
+    assert "No graph of the model is added or removed." in shown
+    old, new = map(load_plan, ("eagle.json", "ngram.json"))
+    row = rf"^graphs +{old.num_graphs} +{new.num_graphs} +-{len(old.draft_keys)} "
+    assert re.search(row, shown, re.MULTILINE)
 
 
 def test_plan_diff(home: Path) -> None:

@@ -193,7 +193,11 @@ def test_pool_and_driver_memory_are_told_apart_by_a_log_of_level_debug() -> None
 
 def test_a_start_of_other_graphs_is_noted_and_one_without_graphs_refused() -> None:
     notes = costs_of(LOG, config_of(seqs=16)).notes
-    assert any("is of a start with 9 graphs, the configuration has" in note for note in notes)
+    assert any(
+        "is of a start with 9 graphs (5 PIECEWISE; 4 FULL; without sizes 24, 32), the configuration has"
+        in note
+        for note in notes
+    )
     with pytest.raises(ReportError, match="captured no graph"):
         costs_of(
             "Graph capturing finished in 0 secs, took 0.00 GiB",
@@ -218,16 +222,16 @@ def logged(mode: str, sizes: list[int], graphs: dict[str, int]) -> StartLog:
             "FULL_AND_PIECEWISE",
             [4, 8, 16],
             {"PIECEWISE": 3, "FULL": 2},
-            ": 3 PIECEWISE; 2 FULL; without sizes 2, 12; with sizes 4, 16",
+            "3 PIECEWISE; 2 FULL; without sizes 2, 12; with sizes 4, 16",
         ),
         (
             "FULL_DECODE_ONLY",
             [2, 8, 12],
             {"FULL": 5},
-            ": 5 FULL; mode FULL_DECODE_ONLY, not FULL_AND_PIECEWISE; without sizes 12",
+            "5 FULL; mode FULL_DECODE_ONLY, not FULL_AND_PIECEWISE; without sizes 12",
         ),
-        ("FULL_AND_PIECEWISE", [2, 8, 12], {"PIECEWISE": 5}, ": 5 PIECEWISE"),
-        ("FULL_AND_PIECEWISE", [2, 8, 12, 100], {}, ": with sizes 100"),
+        ("FULL_AND_PIECEWISE", [2, 8, 12], {"PIECEWISE": 5}, "5 PIECEWISE"),
+        ("FULL_AND_PIECEWISE", [2, 8, 12, 100], {}, "with sizes 100"),
     ],
 )
 def test_graphs_of_a_start_are_compared_by_size_and_mode(
@@ -236,7 +240,7 @@ def test_graphs_of_a_start_are_compared_by_size_and_mode(
     """As many graphs as the plan's five, unless only more bounds allow them; the last but one is lowered by vLLM."""
     plan = build_plan(config_of('{"cudagraph_capture_sizes": [2, 8, 12]}'))
     number = sum(graphs.values()) or len(plan.keys) + max(sizes) // 100
-    said = f"the log is of a start with {number} graphs, the configuration has 5 graphs{told}"
+    said = f"the log is of a start with {number} graphs ({told}), the configuration has 5 graphs"
     found = [*logged(mode, sizes, graphs).of_other_options(plan)]
     assert found == ([] if told is None else [said])
 
