@@ -13,12 +13,13 @@ from pydantic import Field, PlainSerializer
 from cgplan.config import Config, validate_config
 from cgplan.config.values import Mode as Mode
 from cgplan.config.values import Record
-from cgplan.errors import ReportError
+from cgplan.errors import ConfigError, ReportError
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
 from cgplan.planning.costs import Predicted
 from cgplan.units import counted, grouped
 
 PLAN_SCHEMA_VERSION = 2
+_AGAIN = "Make the plan again with this version of cgplan."
 PLANNED_FOR = "planned for"  # how the source of sizes begins that were chosen for traffic
 # Settings that decide how requests become batches, and no capture.
 SIMULATED: dict[str, set[str]] = {
@@ -259,9 +260,12 @@ class Plan(Record):
 
     @property
     def settings(self) -> Config:
-        """``config`` with what is ``simulated``. Raises ConfigError for those of other versions."""
+        """``config`` with what is ``simulated``. Raises ReportError for those of other versions."""
         both = {section: self.config[section] | own for section, own in self.simulated.items()}
-        return validate_config(self.config | both)
+        try:
+            return validate_config(self.config | both)
+        except ConfigError as error:
+            raise ReportError(f"of the plan's {error.message}", remedy=_AGAIN) from None
 
     @property
     def max_capture_size(self) -> int:
@@ -311,7 +315,7 @@ class Plan(Record):
                 raise ReportError(
                     f"the plan has schema version {version}, this cgplan reads "
                     f"{PLAN_SCHEMA_VERSION}",
-                    remedy="Make the plan again with this version of cgplan.",
+                    remedy=_AGAIN,
                 )
             return cls.model_validate(data)
         except (ValueError, RecursionError) as error:

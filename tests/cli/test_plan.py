@@ -916,6 +916,8 @@ def test_a_start_is_checked_against_the_plan(home: Path) -> None:
     pasted = shlex.split(other.stdout.splitlines()[-1])
     assert json.loads(pasted[1])["cudagraph_capture_sizes"] == [1, 2, 3, 8, 16]
     assert pasted[2:4] == ["--max-num-seqs", "8"]
+    earlier = str(START.parent / "golden" / "plan_ladder.json")
+    assert "Make the plan again with this version" in refused(errors.ReportError, *checked, earlier)
     Path("uncounted.log").write_text("Graph capturing finished in 3 secs, took 0.50 GiB")
     uncounted = ("vllm", "check", "--plan", "same.json", "--log", "uncounted.log")
     assert "does not say how many graphs" in refused(errors.ReportError, *uncounted)
