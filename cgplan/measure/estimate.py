@@ -47,7 +47,8 @@ from cgplan.piecewise.trace import with_own_code
 from cgplan.planning import Plan
 from cgplan.planning.costs import representative_keys
 from cgplan.pricing.allocator import Allocation
-from cgplan.pricing.estimated import EstimatedCosts, Recording
+from cgplan.pricing.estimated import Recording, estimated_costs
+from cgplan.pricing.measured import MeasuredCosts
 
 _NEEDS_VALUES = (
     fake_tensor.DataDependentOutputException,
@@ -61,7 +62,7 @@ def estimate(
     config: Config,
     model: Function,
     plan: Plan,
-) -> EstimatedCosts:
+) -> MeasuredCosts:
     """Costs from representative keys on fake tensors, without temporaries of compiled operators.
 
     Args:
@@ -85,7 +86,7 @@ def estimate(
             )
             for key in keys
         ]
-        return EstimatedCosts(recorded, config, note)
+        return estimated_costs(recorded, config, note)
 
 
 @contextmanager

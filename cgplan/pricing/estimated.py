@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from operator import attrgetter
 
 from cgplan.config import Config
 from cgplan.modes import CUDAGraphMode, Key
-from cgplan.planning.costs import GraphCosts
 from cgplan.pricing.allocator import Allocation, CachingPool
-from cgplan.pricing.measured import interpolate, stand_in_notes
+from cgplan.pricing.measured import MeasuredCosts, MeasuredKey
 from cgplan.units import grouped
 
 # One H200, driver 580, torch 2.11: driver memory of a node, and seconds of a decoder layer for each
@@ -22,7 +24,6 @@ WARMUP_SECONDS = 17e-6
 WORKSPACE_BYTES = 32 << 20  # torch's cuBLAS workspace there; about 8 MiB before Hopper
 
 _GRID = 1.25  # between sizes whose pools are worked out; others are interpolated
-_Lane = tuple[CUDAGraphMode, bool]  # with adapters or without
 
 
 @dataclass(frozen=True)
@@ -76,9 +77,9 @@ class Recording:
                 most = max(most, held)
         mode, descriptor = key
         names = sorted({taken[number].inside for number in hidden})
-        lane = mode, descriptor.has_lora
         return cls(
-            *lane,
+            mode,
+            descriptor.has_lora,
             descriptor.elements,
             operators,
             tuple(events),
@@ -86,11 +87,7 @@ class Recording:
             tuple(names),
         )
 
-    @property
-    def lane(self) -> _Lane:
-        return self.mode, self.has_lora
-
-    @property
+    @cached_property
     def form(self) -> list[tuple[int, bool]]:
         return [(event.block, event.nbytes is None) for event in self.events]
 
@@ -114,90 +111,63 @@ class Recording:
         return found
 
 
-class EstimatedCosts(GraphCosts):
-    """Costs without a GPU: pool bytes from recorded allocations, the rest from one H200.
+def estimated_costs(
+    recordings: Sequence[Recording],
+    config: Config,
+    note: str = "",
+) -> MeasuredCosts:
+    """Costs without a GPU: pool bytes from recorded allocations, the rest from one H200."""
+    asked = config.compilation.cudagraph_num_of_warmups
+    warmups = 0 if asked == "auto" else asked  # of most keys
+    seconds = CAPTURE_SECONDS + warmups * WARMUP_SECONDS
+    keys = []
+    sizes = defaultdict[CUDAGraphMode, set[int]](set)
+    for recording in recordings:
+        operators = recording.operators
+        key = MeasuredKey(
+            recording.mode,
+            int(recording.has_lora),
+            recording.num_tokens,
+            operators * NODE_BYTES,
+            operators * seconds,
+        )
+        keys.append(key)
+        sizes[key.mode].add(key.num_tokens)
+    ascending = sorted(recordings, key=attrgetter("num_tokens"))
+    lanes = grouped(((each.mode, each.has_lora), each) for each in ascending)
+    most = config.scheduler.max_num_batched_tokens
+    pools = {}
+    for mode, recorded in sizes.items():
+        of_mode = [lane for (other, _), lane in lanes.items() if other is mode]
+        pools[mode] = [
+            (size, max(_reserved(lane, size) for lane in of_mode)) for size in _grid(recorded, most)
+        ]
+    costs = MeasuredCosts(
+        keys,
+        pools,
+        config,
+        source=_source(recordings, warmups, note),
+        workspace_bytes=WORKSPACE_BYTES,
+    )
+    costs.estimated = True
+    costs.largest = math.inf
+    return costs
 
-    Graphs without a recording are priced as others; the notes say so.
-    """
 
-    estimated = True
-    workspace_bytes = WORKSPACE_BYTES
-
-    def __init__(
-        self,
-        recordings: Sequence[Recording],
-        config: Config,
-        note: str = "",
-    ) -> None:
-        self.config = config
-        ascending = sorted(recordings, key=attrgetter("num_tokens"))
-        self._lanes = grouped((recording.lane, recording) for recording in ascending)
-        self._pools: dict[tuple[_Lane, int], int] = {}
-        asked = config.compilation.cudagraph_num_of_warmups
-        self._warmups = 0 if asked == "auto" else asked  # of most keys
-        self.source = _source(recordings, self._warmups, note)
-        self.notes = tuple(stand_in_notes(config, self._lanes))
-
-    def pool_bytes(self, mode: CUDAGraphMode, num_tokens: int) -> int:
-        """As if the halved sizes down to 1 were captured, too."""
-        lanes = [lane for lane in self._lanes if lane[0] is mode] or self._lanes
-        found = [self._pool_bytes(lane, num_tokens) for lane in lanes]
-        return max(found, default=0)
-
-    def driver_bytes(self, key: Key) -> int:
-        return round(self._operators(key) * NODE_BYTES)
-
-    def seconds(self, key: Key) -> float:
-        return self._operators(key) * (CAPTURE_SECONDS + self._warmups * WARMUP_SECONDS)
-
-    def _operators(self, key: Key) -> float:
-        mode, descriptor = key
-        own = mode, descriptor.has_lora
-        others = mode, not descriptor.has_lora
-        for lane in (own, others, *self._lanes):
-            if lane in self._lanes:
-                points = [(each.num_tokens, each.operators) for each in self._lanes[lane]]
-                return max(interpolate(points, descriptor.elements), 0.0)
-        return 0.0
-
-    def _pool_bytes(
-        self,
-        lane: _Lane,
-        num_tokens: int,
-    ) -> int:
-        """Never falls, because the search relies on that: in PyTorch 10 MiB reserve less than a
-        little less.
-        """
-        recorded = [recording.num_tokens for recording in self._lanes[lane]]
-        grid = _grid(recorded, num_tokens)
-        upper = bisect_left(grid, num_tokens)
-        left = max((self._worked_out(lane, size) for size in grid[:upper]), default=0)
-        above = grid[upper]
-        right = max(left, self._worked_out(lane, above))
-        if upper == 0 or above == num_tokens:
-            return right
-        below = grid[upper - 1]
-        return _between((below, left), (above, right), num_tokens)
-
-    def _worked_out(
-        self,
-        lane: _Lane,
-        num_tokens: int,
-    ) -> int:
-        asked = lane, num_tokens
-        if asked not in self._pools:
-            recordings = self._lanes[lane]
-            last = len(recordings) - 1
-            sizes = [recording.num_tokens for recording in recordings]
-            pool = CachingPool()
-            size = num_tokens
-            while size:
-                upper = min(bisect_left(sizes, size), last)
-                neighbour = upper - 1 if upper else min(1, last)
-                pool.run(recordings[upper].scaled(recordings[neighbour], size))
-                size //= 2
-            self._pools[asked] = pool.reserved
-        return self._pools[asked]
+def _reserved(
+    recordings: Sequence[Recording],
+    num_tokens: int,
+) -> int:
+    """As if the halved sizes down to 1 were captured, too."""
+    last = len(recordings) - 1
+    sizes = [recording.num_tokens for recording in recordings]
+    pool = CachingPool()
+    while num_tokens:
+        upper = min(bisect_left(sizes, num_tokens), last)
+        neighbour = upper - 1 if upper else min(1, last)
+        pool.run(recordings[upper].scaled(recordings[neighbour], num_tokens))
+        num_tokens //= 2
+    return pool.reserved
 
 
 def _between(
@@ -210,14 +180,13 @@ def _between(
     return max(low - falls, 0)
 
 
-def _grid(recorded: Sequence[int], num_tokens: int) -> list[int]:
+def _grid(recorded: Iterable[int], num_tokens: int) -> list[int]:
     sizes = set(recorded)
     size = 1.0
-    largest = max(*recorded, num_tokens)
+    largest = max(*sizes, num_tokens)
     while size < largest * _GRID:
         sizes.add(int(size))
         size = max(size * _GRID, size + 1)
-    sizes.add(int(size))
     return sorted(sizes)
 
 

@@ -31,13 +31,14 @@ from cgplan.piecewise.breaks import eager_break_during_capture
 from cgplan.planning import build_plan
 from cgplan.planning.costs import static_bytes
 from cgplan.pricing.allocator import Allocation, CachingPool
-from cgplan.pricing.estimated import NODE_BYTES, EstimatedCosts, Recording
+from cgplan.pricing.estimated import NODE_BYTES, Recording
+from cgplan.pricing.measured import MeasuredCosts
 from cgplan.runner.session import CaptureSession
 
 pytestmark = pytest.mark.usefixtures("quiet_collector")
 
 
-def estimated(model: Callable[..., Any], config: Config) -> EstimatedCosts:
+def estimated(model: Callable[..., Any], config: Config) -> MeasuredCosts:
     return estimate(config, model, build_plan(config))
 
 
