@@ -5,9 +5,8 @@ from __future__ import annotations
 import itertools
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
+from cgplan.backends import select_backend
 from cgplan.backends.backend import gc_paused
 from cgplan.backends.blame import blamed_line
 from cgplan.backends.context import forward_context
@@ -41,9 +41,7 @@ from cgplan.errors import CaptureError
 from cgplan.graphs.wrapper import CUDAGraphWrapper
 from cgplan.modes import CUDAGraphMode, Key
 from cgplan.piecewise.breakable import standing_in
-from cgplan.piecewise.breaks import Breaks
-from cgplan.piecewise.split import split_graph
-from cgplan.piecewise.trace import with_own_code
+from cgplan.piecewise.routes import SplitRoute, choose_route
 from cgplan.planning import Plan
 from cgplan.planning.costs import representative_keys
 from cgplan.pricing.allocator import Allocation
@@ -74,6 +72,7 @@ def estimate(
     """
     is_compiled = config.compilation.compiler == "inductor"
     note = "recorded without inductor, which needs less" if is_compiled else ""
+    config = config.with_values("compilation", compiler="eager", compile_shapes="static")
     with gc_paused(), detect_fake_mode() or fake_tensors() as fake, torch.no_grad():
         keys = representative_keys(plan.keys, plan.max_num_seqs)
         recorded = [
@@ -124,63 +123,55 @@ class AllocationLog(DispatchMode):
 
     def run(
         self,
-        route: str,
-        model: Function,
+        route: SplitRoute,
         inputs: dict[str, Any],
-        splitting_ops: Sequence[str] | None,
     ) -> None:
-        """Log a forward by ``route``: full, or one of PIECEWISE graphs."""
-        wrappers = list[CUDAGraphWrapper]()
-        if route == "wrappers":
-            holders = model.modules() if isinstance(model, torch.nn.Module) else [model]
-            for holder in holders:
-                for value in getattr(holder, "__dict__", {}).values():
-                    if (
-                        isinstance(value, CUDAGraphWrapper)
-                        and value.runtime_mode is CUDAGraphMode.PIECEWISE
-                    ):
-                        wrappers.append(value)
+        """Log a forward's graphs."""
 
-        def split_backend(graph: torch.fx.GraphModule, _: Any) -> Function:
-            split, pieces = split_graph(graph, splitting_ops)
-            for name in (piece.name for piece in pieces if piece.eager):
-                piece = getattr(split, name)
-                delattr(split, name)  # a submodule's name takes no function
-                setattr(split, name, lambda *args, of=piece: self.add_named("", of, args, {}))
-
-            def run(*args: Any) -> Any:
-                with self:
-                    return split(*args)
-
-            return run
+        def in_wrapper(
+            wrapper: CUDAGraphWrapper,
+            *args: Any,
+            **kwargs: Any,
+        ) -> Any:
+            is_segment = wrapper.runtime_mode is CUDAGraphMode.PIECEWISE
+            with replaced(self, is_recording=self.is_recording or is_segment):
+                return wrapper.runnable(*args, **kwargs)
 
         with ExitStack() as stack:
-            if route == "ops":
-                own = with_own_code(model)
-                stack.callback(torch._C._dynamo.eval_frame.reset_code, own.__code__)
-                split = torch.compile(own, backend=split_backend, fullgraph=True, dynamic=False)
-                split(**inputs)
-                return
-            if route == "full":
+            if route.name == "full":
                 stack.enter_context(host_guard(self.refusals))
-            elif wrappers:
+            elif route.name == "wrappers":
                 stack.enter_context(replaced(self, is_recording=False))
-                for wrapper in wrappers:
-                    segment = replaced(self, is_recording=True)(wrapper.runnable)
-                    stack.enter_context(replaced(wrapper, runnable=segment))
+                stack.enter_context(replaced(CUDAGraphWrapper, __call__=in_wrapper))
             else:
                 stack.enter_context(standing_in(self))
+            if route.splitter is not None:
+                route.splitter.capture = self
+                route.warm(**inputs)
+                return
             stack.enter_context(self)
-            model(**inputs)
+            route.forward(**inputs)
 
-    def add_named(self, _: str, function: Function, args: Any, kwargs: Any, **__: Any) -> Any:
+    def add_named(
+        self,
+        _: str,
+        function: Function,
+        args: Any,
+        kwargs: Any,
+        **__: Any,
+    ) -> Any:
         self.eager_pieces += 1
         with replaced(self, is_recording=False):
             output = function(*args, **kwargs)
         self._take(output, _storages((args, kwargs)))
         return output
 
-    def see(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    def see(
+        self,
+        func: Any,
+        args: Args,
+        kwargs: Kwargs,
+    ) -> Any:
         if func.namespace == "prim":
             return func(*args, **kwargs)
         if implemented_in_python(func, "CPU"):
@@ -238,47 +229,39 @@ def _recorded(
 ) -> Recording:
     mode, descriptor = key
     tokens = descriptor.num_tokens
-    compilation = config.compilation
     reqs = min(tokens, plan.max_num_seqs) if descriptor.num_reqs is None else descriptor.num_reqs
     specs = config.tensors_at(descriptor.sizes)
     tensors = example_batch(specs, tokens, reqs, torch.device("cpu"))
     inputs = {name: tensors[name] for name in config.inputs}
     metadata = {name: tensors[name] for name in config.metadata}
-    route = compilation.piecewise if mode is CUDAGraphMode.PIECEWISE else "full"
+    route = SplitRoute("full", model, model, model)
     with ExitStack() as stack:
         try:
-            if route == "modules" or (route == "auto" and compilation.splitting_modules):
-                breaks = Breaks(
-                    model, compilation.splitting_modules, compilation.splitting_ops or (), "cpu"
-                )
-                route = "modules"
-                model = partial(breaks.forward, model)
             context = stack.enter_context(forward_context(CUDAGraphMode.NONE, descriptor, metadata))
-            first = AllocationLog(fake, refuses=route == "full")
+            first = AllocationLog(fake, refuses=mode is CUDAGraphMode.FULL)
             with first, standing_in(first):
                 model(**inputs)  # makes tensors that are not in the pool
-            if route == "auto":
-                route = (
-                    "modules" if compilation.splitting_ops is None and first.eager_pieces else "ops"
+            if mode is CUDAGraphMode.PIECEWISE:
+                backend = select_backend("cpu")
+                route = choose_route(
+                    plan,
+                    config,
+                    model,
+                    backend,
+                    lambda: first.eager_pieces > 0,
                 )
             context.derived = {}
             log = AllocationLog(fake)
-            log.run(
-                route,
-                model,
-                inputs,
-                compilation.splitting_ops,
-            )
+            log.run(route, inputs)
         except Exception as error:
-            cause = getattr(error, "inner_exception", error)
             batch = f"{mode} {descriptor}"
-            if isinstance(cause, _NEEDS_VALUES):
+            if isinstance(error, _NEEDS_VALUES):
                 raise CaptureError(
                     f"an estimate of {batch} runs the model without values of tensors, at "
-                    f"{blamed_line(error.__traceback__)}: {type(cause).__name__}: {cause}",
+                    f"{blamed_line(error.__traceback__)}: {type(error).__name__}: {error}",
                     remedy="Use --costs measure, or torch.library.register_fake for an operator.",
                 ) from error
-            raise_caused(explain_eager_failure(cause, batch), error)
+            raise_caused(explain_eager_failure(error, batch), error)
     if log.refusals.first:  # the forward caught it
         raise log.refusals.first
     return Recording.of(key, log.operators, log.events)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import fx
@@ -12,7 +12,6 @@ from cgplan.backends import GraphBackend
 from cgplan.backends.host_sync import Function
 from cgplan.config import CompilationConfig
 from cgplan.errors import BackendError, CaptureError
-from cgplan.piecewise.breakable import BreakableCUDAGraphCapture
 from cgplan.piecewise.breaks import as_eager_piece
 from cgplan.piecewise.inductor import compile_for_all_sizes, structure_of
 from cgplan.piecewise.split import Piece, operator_name, split_graph
@@ -36,7 +35,7 @@ class PiecewiseBackend:
         self.traces: list[Function] = []
         self.pieces: list[tuple[Piece, ...]] = []
         self.compiled: dict[Any, Function] = {}
-        self.capture: BreakableCUDAGraphCapture | None = None
+        self.capture: AbstractContextManager[object] | None = None
         self.codes: set[str] = set()
         self.missed = ""
         if self.compiler == "inductor" and self.backend.device.type == "cpu":

@@ -17,7 +17,7 @@ from cgplan.backends import GraphBackend, select_backend
 from cgplan.backends.backend import autocast_cache
 from cgplan.backends.blame import users_lines
 from cgplan.backends.context import ForwardContext, current_forward_context, get_forward_context
-from cgplan.backends.host_sync import Args, Function, Kwargs, OperatorMode
+from cgplan.backends.host_sync import Args, Function, Kwargs
 from cgplan.buffers.batch import BatchReader
 from cgplan.config import Config, validate_config
 from cgplan.errors import (
@@ -103,7 +103,7 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
         """Run the trace that holds, or make one."""
         for mode in _get_current_dispatch_mode_stack():
             # Dynamo runs no trace there
-            if not isinstance(mode, OperatorMode):
+            if not mode.is_infra_mode():
                 return self.runnable(**inputs)
         # else one tensor for two inputs stays one
         own = {name: tensor.view_as(tensor) for name, tensor in inputs.items()}

@@ -28,6 +28,7 @@ from cgplan.graphs.wrapper import CUDAGraphWrapper
 from cgplan.measure.estimate import AllocationLog, estimate, fake_tensors
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
 from cgplan.piecewise.breaks import eager_break_during_capture
+from cgplan.piecewise.routes import SplitRoute
 from cgplan.planning import build_plan
 from cgplan.planning.costs import static_bytes
 from cgplan.pricing.allocator import Allocation, CachingPool
@@ -49,7 +50,7 @@ def logged(forward: Callable[[], Any]) -> AllocationLog:
     """What a forward takes and gives back, with its output dropped at the end."""
     with fake_tensors() as fake, torch.no_grad():
         log = AllocationLog(fake)
-        log.run("full", forward, {}, None)
+        log.run(SplitRoute("full", forward, forward, forward), {})
     return log
 
 
