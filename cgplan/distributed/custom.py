@@ -16,7 +16,7 @@ from cgplan.backends.context import current_forward_context
 from cgplan.captures.rank_sync import PeerMemory
 from cgplan.config import Config, DistributedConfig
 from cgplan.distributed.all_reduce import AllReduce, CollectiveAllReduce
-from cgplan.distributed.ranks import Ranks
+from cgplan.distributed.ranks import Ranks, refuse_unlike
 from cgplan.distributed.registry import SUM_ALIKE, GraphBufferRegistry, Registration
 from cgplan.distributed.transports import (
     CudaIpcTransport,
@@ -24,7 +24,7 @@ from cgplan.distributed.transports import (
     SharedMemoryTransport,
     uses_expandable_segments,
 )
-from cgplan.errors import AllReduceError, RankMismatchError, RegistrationError
+from cgplan.errors import AllReduceError, RegistrationError
 from cgplan.modes import CUDAGraphMode
 from cgplan.units import format_bytes
 
@@ -226,7 +226,12 @@ class CudaAllReduce(CustomAllReduce):
 class CpuAllReduce(CustomAllReduce):
     """It tries the registration without a GPU; ranks meet in their store."""
 
-    def run(self, x: Tensor, out: Tensor, row: Tensor) -> None:
+    def run(
+        self,
+        x: Tensor,
+        out: Tensor,
+        row: Tensor,
+    ) -> None:
         """Sums in float32 in the order of the ranks.
 
         Raises:
@@ -239,12 +244,7 @@ class CpuAllReduce(CustomAllReduce):
             raise _unregistered()
         with self.whole_sum():
             told = self.ranks.meet_in_sum(f"{list(x.shape)} {x.dtype}")
-        for rank, theirs in enumerate(told):
-            if theirs != told[0]:
-                raise RankMismatchError(
-                    f"rank {rank} came to an all-reduce with {theirs}, rank 0 with {told[0]}",
-                    remedy=SUM_ALIKE,
-                )
+        refuse_unlike([{"an all-reduce": theirs} for theirs in told], SUM_ALIKE)
         with self.whole_sum():
             total = torch.zeros(x.numel())
             memory = ctypes.c_char * x.nbytes

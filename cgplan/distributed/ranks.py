@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -30,6 +30,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from cgplan.config import DistributedConfig
 from cgplan.distributed.rendezvous import Place, Presence, absent_from, meet, part
 from cgplan.errors import DistributedError, RankFailedError, RankMismatchError, first_line
+from cgplan.units import listed
 
 logger = logging.getLogger(__name__)
 
@@ -311,3 +312,20 @@ def _failure_of(answers: Sequence[_Answer], error: BaseException | None) -> Base
 def _spoken(error: BaseException) -> str:
     text = " ".join(str(getattr(error, "message", None) or str(error) or "no message").split())
     return text if isinstance(error, RankFailedError) else f"{type(error).__name__}: {text}"
+
+
+def refuse_unlike(found: Sequence[Mapping[str, Any]], remedy: str) -> None:
+    """RankMismatchError where a rank differs from rank 0."""
+    first = found[0]
+    for rank, theirs in enumerate(found):
+        unlike = []
+        for name in {**first, **theirs}:
+            wanted = first.get(name, "nothing")
+            value = theirs.get(name, "nothing")
+            if value != wanted:
+                unlike.append(f"{name}: {value}, rank 0 has {wanted}")
+        if unlike:
+            raise RankMismatchError(
+                f"rank {rank} differs from rank 0: {listed(unlike, 3)}",
+                remedy=remedy,
+            )

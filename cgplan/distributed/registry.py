@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from cgplan.captures.rank_sync import PeerMemory
-from cgplan.distributed.ranks import Ranks
+from cgplan.distributed.ranks import Ranks, refuse_unlike
 from cgplan.distributed.transports import ExportedMemory, MemoryTransport
-from cgplan.errors import RankMismatchError, RegistrationError
+from cgplan.errors import RegistrationError
 
 logger = logging.getLogger(__name__)
 
@@ -65,10 +65,10 @@ class GraphBufferRegistry:
         )
         self.is_sealed = False
         self._addresses: list[int] = []
-        self._inputs: list[str] = []
+        self._inputs: dict[str, str] = {}
         # by (rank, handle)
         self._opened: dict[tuple[int, object], _Mapped] = {}
-        self._blocks: list[_Mapped] = []
+        self._blocks: dict[tuple[int, object], _Mapped] = {}
         self._has_begun = False
 
     @property
@@ -93,28 +93,19 @@ class GraphBufferRegistry:
 
     def note(self, tensor: Tensor) -> None:
         """For the comparison, without a row."""
-        self._inputs.append(f"{list(tensor.shape)} {tensor.dtype}")
+        name = f"all-reduce {len(self._inputs) + 1}"
+        self._inputs[name] = f"{list(tensor.shape)} {tensor.dtype}"
 
     def register(self) -> Registration:
         """A step of all ranks. Raises RankFailedError, RankMismatchError for other all-reduces."""
         start = time.perf_counter()
-        own_rank = self._ranks.rank
-        _compare(self._ranks.agree("the capture pass", value=self._inputs))
+        own = {"captured all-reduces": f"{len(self._inputs)}", **self._inputs}
+        refuse_unlike(
+            self._ranks.agree("the capture pass", value=own),
+            f"{SUM_ALIKE} Does the model branch on its rank?",
+        )
         self._has_begun = True
-        shared = self._exported("exchanging the handles", self._addresses)
-        columns = []
-        with self._ranks.step("opening the peers' handles"):
-            for rank, theirs in enumerate(shared):
-                if rank == own_rank:
-                    columns.append(self._addresses)
-                    continue
-                column = list[int]()
-                columns.append(column)
-                for memory in theirs:
-                    key = (rank, memory.handle)
-                    if key not in self._opened:
-                        self._opened[key] = self._open(memory, f"rank {rank}'s graph pool")
-                    column.append(self._opened[key].base + memory.offset)
+        columns = self._columns("graph pool", self._addresses, self._opened)
         with self._ranks.step("writing the table"):
             if self.rows:
                 written = torch.tensor(columns, dtype=torch.int64).T
@@ -127,7 +118,7 @@ class GraphBufferRegistry:
             mapped_bytes=sum(mapped.end - mapped.base for mapped in self._opened.values()),
             registration_seconds=time.perf_counter() - start,
         )
-        logger.info("rank %d: %s", own_rank, found)
+        logger.info("rank %d: %s", self._ranks.rank, found)
         return found
 
     def unregister(self) -> None:
@@ -147,41 +138,49 @@ class GraphBufferRegistry:
 
     def open_block(self, name: str, block: Tensor) -> list[int]:
         """A step of all ranks; each rank's address, as this rank sees it."""
-        found: list[int] = []
-        shared = self._exported(f"exporting the {name}", [block.data_ptr()])
-        with self._ranks.step(f"opening the {name}"):
-            for rank, (theirs,) in enumerate(shared):
-                if rank == self._ranks.rank:
-                    found.append(block.data_ptr())
-                    continue
-                mapped = self._open(theirs, f"rank {rank}'s {name}")
-                self._blocks.append(mapped)
-                found.append(mapped.base + theirs.offset)
-        return found
+        columns = self._columns(name, [block.data_ptr()], self._blocks)
+        return [address for (address,) in columns]
 
     def close(self) -> None:
         """The blocks of ``open_block`` may then be freed."""
         self.unregister()
-        blocks = self._blocks
-        self._blocks = []
+        blocks = list(self._blocks.values())
+        self._blocks.clear()
         self._close_peers(blocks, "the end of all reductions", "closing the peers' blocks")
 
     def peer_memory(self) -> PeerMemory:
         addresses = []
         if self.is_sealed:
             addresses = self.table[: self.rows].flatten().tolist()
-        return PeerMemory([*self._opened.values(), *self._blocks], addresses)
+        return PeerMemory([*self._opened.values(), *self._blocks.values()], addresses)
 
-    def _exported(self, step: str, addresses: Sequence[int]) -> list[list[ExportedMemory]]:
-        try:
-            memories = [self._transport.export(address) for address in addresses]
-        except Exception as error:
-            return self._ranks.agree(step, error=error)
-        return self._ranks.agree(step, value=memories)
-
-    def _open(self, memory: ExportedMemory, name: str) -> _Mapped:
-        base = self._transport.open(memory)
-        return _Mapped(base, base + memory.nbytes, name)
+    def _columns(
+        self,
+        name: str,
+        addresses: list[int],
+        opened: dict[tuple[int, object], _Mapped],
+    ) -> list[list[int]]:
+        """Each rank's addresses, as this rank sees them."""
+        memories = list[ExportedMemory]()
+        with self._ranks.step(f"exporting the {name}"):
+            memories += [self._transport.export(address) for address in addresses]
+        shared = self._ranks.agree(f"exchanging the {name}", value=memories)
+        columns = []
+        with self._ranks.step(f"opening the {name}"):
+            for rank, theirs in enumerate(shared):
+                if rank == self._ranks.rank:
+                    columns.append(addresses)
+                    continue
+                column = list[int]()
+                columns.append(column)
+                for memory in theirs:
+                    key = (rank, memory.handle)
+                    if key not in opened:
+                        base = self._transport.open(memory)
+                        end = base + memory.nbytes
+                        opened[key] = _Mapped(base, end, f"rank {rank}'s {name}")
+                    column.append(opened[key].base + memory.offset)
+        return columns
 
     def _close_peers(self, memory: Sequence[_Mapped], before: str, after: str) -> None:
         """Between two steps, unless a rank is lost."""
@@ -199,22 +198,3 @@ class GraphBufferRegistry:
             self._ranks.agree(after, error=error)
         elif error is not None:
             raise error
-
-
-def _compare(inputs: Sequence[Sequence[str]]) -> None:
-    first = inputs[0]
-    for rank, theirs in enumerate(inputs):
-        count = len(theirs)
-        if count != len(first):
-            raise RankMismatchError(
-                f"rank {rank} captured {count} all-reduces, rank 0 captured {len(first)}",
-                remedy=f"{SUM_ALIKE} Does the model branch on its rank?",
-            )
-        for number, found in enumerate(theirs):
-            wanted = first[number]
-            if found != wanted:
-                raise RankMismatchError(
-                    f"rank {rank} captured all-reduce {number + 1} of {count} with {found}, rank 0 "
-                    f"with {wanted}",
-                    remedy=SUM_ALIKE,
-                )

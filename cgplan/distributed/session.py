@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -18,18 +18,16 @@ from cgplan.captures.environment import describe_environment
 from cgplan.captures.rank_sync import PeerMemory, RankSync
 from cgplan.config import Config
 from cgplan.distributed.all_reduce import AllReduce
-from cgplan.distributed.ranks import Ranks
+from cgplan.distributed.ranks import Ranks, refuse_unlike
 from cgplan.distributed.registry import Registration
 from cgplan.errors import (
     CgplanError,
     DistributedError,
-    RankMismatchError,
     RegistrationError,
 )
 from cgplan.planning import Plan
 from cgplan.planning.difference import leaves
 from cgplan.reports.records import CaptureReport, RankRecord
-from cgplan.units import listed
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +52,7 @@ def agree_on_setup(
         own["version of the GPU"] = str(found.device)
     for name, value in leaves(config.model_dump(mode="json", exclude={"device"})):
         own[name] = json.dumps(value)
-    _compare(
+    refuse_unlike(
         ranks.agree("comparing the ranks", value=own),
         "Start all ranks from one file and one installation.",
     )
@@ -73,7 +71,7 @@ def agree_on_model(ranks: Ranks, model: Callable[..., Any]) -> None:
     for name, tensor in tensors.items():
         own[f"tensor {name}"] = f"{list(tensor.shape)} {tensor.dtype}"
     found = ranks.agree("comparing the models", value=own)
-    _compare(found, "Every rank has to build the same model.")
+    refuse_unlike(found, "Every rank has to build the same model.")
 
 
 def agree_on_plan(ranks: Ranks, plan: Plan) -> Plan:
@@ -110,7 +108,7 @@ class RankedCapture(RankSync):
         own = {"the plan's hash": digest[:12]}
         found = self.ranks.agree("beginning the capture", value=(own, free))
         hashes = [theirs for theirs, _ in found]
-        _compare(hashes, "Capture the plan that agree_on_plan returns.")
+        refuse_unlike(hashes, "Capture the plan that agree_on_plan returns.")
         readings = [reading for _, reading in found if reading is not None]
         return min(readings, default=None)
 
@@ -197,19 +195,3 @@ class RankedCapture(RankSync):
         if budget is not None:
             budget = budget.changed(stops=tuple(stops_of_all))
         return report.changed(ranks=tuple(records), budget=budget)
-
-
-def _compare(found: Sequence[Mapping[str, Any]], remedy: str) -> None:
-    first = found[0]
-    for rank, theirs in enumerate(found):
-        unlike = []
-        for name in {**first, **theirs}:
-            wanted = first.get(name, "nothing")
-            value = theirs.get(name, "nothing")
-            if value != wanted:
-                unlike.append(f"{name}: {value}, rank 0 has {wanted}")
-        if unlike:
-            raise RankMismatchError(
-                f"rank {rank} differs from rank 0: {listed(unlike, 3)}",
-                remedy=remedy,
-            )

@@ -44,7 +44,7 @@ def test_graphs_that_sum_unlike_tensors_are_not_registered(mode: CUDAGraphMode) 
     for outcome in run_ranks(2, programs.captures_unlike_inputs, "layout", mode, "cuda", **LIMITS):
         assert outcome.error == "RankMismatchError"
         assert (
-            "rank 1 captured all-reduce 3 of 3 with [32, 4] torch.float32, rank 0 with [4, 32]"
+            "rank 1 differs from rank 0: all-reduce 3: [32, 4] torch.float32, rank 0 has [4, 32]"
             in outcome.message
         )
 

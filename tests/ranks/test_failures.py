@@ -37,13 +37,17 @@ def all_say(said: list[tuple[str, object]], words: str, error: str = "RankFailed
 
 def test_unequal_counts() -> None:
     found = run_ranks(4, programs.unequal_counts)
-    all_raise(found, "RankMismatchError", "rank 1 captured 6 all-reduces, rank 0 captured 4")
+    all_raise(
+        found,
+        "RankMismatchError",
+        "rank 1 differs from rank 0: captured all-reduces: 6, rank 0 has 4, ",
+    )
 
 
 UNLIKE = [
-    ("shape", "[4, 48] torch.float32, rank 0 with [4, 32] torch.float32"),
-    ("dtype", "[4, 32] torch.float16, rank 0 with [4, 32] torch.bfloat16"),
-    ("layout", "[32, 4] torch.float32, rank 0 with [4, 32] torch.float32"),
+    ("shape", "[4, 48] torch.float32, rank 0 has [4, 32] torch.float32"),
+    ("dtype", "[4, 32] torch.float16, rank 0 has [4, 32] torch.bfloat16"),
+    ("layout", "[32, 4] torch.float32, rank 0 has [4, 32] torch.float32"),
 ]
 
 
@@ -61,14 +65,16 @@ def test_graphs_that_sum_unlike_tensors_are_not_registered(
     """A kernel would read its peers' inputs, or their staged copies, as if they were laid out like its own."""
     found = run_ranks(2, programs.captures_unlike_inputs, kind, mode)
     all_raise(
-        found, "RankMismatchError", f"^rank 1 captured all-reduce 3 of 3 with {re.escape(words)}$"
+        found,
+        "RankMismatchError",
+        f"^rank 1 differs from rank 0: all-reduce 3: {re.escape(words)}$",
     )
 
 
 def test_unlike_tensors_are_not_summed_on_the_cpu() -> None:
     """All ranks raise the same, and the next sum is right."""
     wanted = [
-        (("RankMismatchError", f"rank 1 came to an all-reduce with {words}"), [2.0])
+        (("RankMismatchError", f"rank 1 differs from rank 0: an all-reduce: {words}"), [2.0])
         for _, words in UNLIKE
     ]
     assert (
@@ -87,7 +93,7 @@ def test_a_rank_that_sums_more_often_in_its_warm_ups() -> None:
 
 @pytest.mark.parametrize(
     ("world_size", "method", "step"),
-    [(2, "export", "exchanging the handles"), (4, "open", "opening the peers")],
+    [(2, "export", "exporting the graph pool"), (4, "open", "opening the graph pool")],
 )
 def test_a_rank_whose_registration_fails(world_size: int, method: str, step: str) -> None:
     found = values(run_ranks(world_size, programs.raises_in_registration, method))
