@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
@@ -118,7 +119,9 @@ class AllocationLog(DispatchMode):
         self.refusals = Refusals()
         self._fake = fake
         self._refuses = refuses
+        self.hidden = Counter[str]()
         self._inside = ""
+        self._held: dict[int, int] = {}  # bytes of blocks taken inside
         self._numbers = itertools.count()
 
     def run(
@@ -175,10 +178,13 @@ class AllocationLog(DispatchMode):
         if func.namespace == "prim":
             return func(*args, **kwargs)
         if implemented_in_python(func, "CPU"):
+            cpu = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
             with replaced(self, _inside=self._inside or func._schema.name), self:
-                return func.redispatch(
-                    torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs
-                )
+                result = func.redispatch(cpu, *args, **kwargs)
+            if not self._inside:
+                self.events += [Allocation(*item) for item in self._held.items()]
+                self._held.clear()
+            return result
         if is_composite(func, "CPU"):  # in inference mode these come whole
             with self:
                 return func.decompose(*args, **kwargs)
@@ -206,18 +212,27 @@ class AllocationLog(DispatchMode):
         output: Any,
         known: set[int],
     ) -> bool:
-        number_before = len(self.events)
+        is_fresh = False
         for tensor in tensors_in(output):
             storage = tensor.untyped_storage()
             if storage._cdata not in known:
                 known.add(storage._cdata)
+                is_fresh = True
                 block = next(self._numbers)
-                self.events.append(Allocation(block, storage.nbytes(), self._inside))
+                if self._inside:
+                    self._held[block] = storage.nbytes()
+                else:
+                    self.events.append(Allocation(block, storage.nbytes()))
                 weakref.finalize(storage, self._give_back, block).atexit = False
-        return len(self.events) > number_before
+        return is_fresh
 
     def _give_back(self, block: int) -> None:
-        self.events.append(Allocation(block, None, self._inside))
+        if block not in self._held:
+            self.events.append(Allocation(block, None))
+            return
+        most = max(self.hidden[self._inside], sum(self._held.values()))
+        self.hidden[self._inside] = most
+        del self._held[block]
 
 
 def _storages(tree: Any) -> set[int]:
@@ -264,4 +279,11 @@ def _recorded(
             raise_caused(explain_eager_failure(error, batch), error)
     if log.refusals.first:  # the forward caught it
         raise log.refusals.first
-    return Recording.of(key, log.operators, log.events)
+    return Recording(
+        mode,
+        descriptor.has_lora,
+        descriptor.elements,
+        log.operators,
+        tuple(log.events),
+        log.hidden,
+    )

@@ -23,12 +23,10 @@ class Allocation(NamedTuple):
     Attributes:
         block: Unique among living blocks.
         nbytes: Bytes asked for; None: given back.
-        inside: The operator with Python code that did it, if any.
     """
 
     block: int
     nbytes: int | None
-    inside: str = ""
 
 
 def round_size(nbytes: int) -> int:

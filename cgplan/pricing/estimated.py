@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
 
 from cgplan.config import Config
-from cgplan.modes import CUDAGraphMode, Key
+from cgplan.modes import CUDAGraphMode
 from cgplan.pricing.allocator import Allocation, CachingPool
 from cgplan.pricing.measured import MeasuredCosts, MeasuredKey
 from cgplan.units import grouped
@@ -30,8 +30,8 @@ _GRID = 1.25  # between sizes whose pools are worked out; others are interpolate
 class Recording:
     """The allocations of one key's capture in an empty pool.
 
-    ``hidden_bytes`` were held inside operators with Python code, ``hidden_in``: on a GPU these are
-    mostly one kernel.
+    ``hidden``: the most bytes held inside each operator with Python code: on a GPU it is mostly one
+    kernel.
     """
 
     mode: CUDAGraphMode
@@ -39,53 +39,7 @@ class Recording:
     num_tokens: int
     operators: int
     events: tuple[Allocation, ...]
-    hidden_bytes: int = 0
-    hidden_in: tuple[str, ...] = ()
-
-    @classmethod
-    def of(
-        cls,
-        key: Key,
-        operators: int,
-        log: Sequence[Allocation],
-    ) -> Recording:
-        """From a pool's log, which reuses numbers of free blocks."""
-        living: dict[int, int] = {}
-        taken: list[Allocation] = []
-        renumbered: list[Allocation] = []
-        hidden: set[int] = set()
-        for event in log:
-            if event.nbytes is not None:
-                number = living[event.block] = len(taken)
-                taken.append(event)
-            elif event.block in living:
-                number = living.pop(event.block)
-                if event.inside and taken[number].inside:
-                    hidden.add(number)
-            else:
-                continue
-            renumbered.append(Allocation(number, event.nbytes))
-        events = []
-        held = most = 0
-        for event in renumbered:
-            if event.block not in hidden:
-                events.append(event)
-            elif event.nbytes is None:
-                held -= taken[event.block].nbytes or 0
-            else:
-                held += event.nbytes
-                most = max(most, held)
-        mode, descriptor = key
-        names = sorted({taken[number].inside for number in hidden})
-        return cls(
-            mode,
-            descriptor.has_lora,
-            descriptor.elements,
-            operators,
-            tuple(events),
-            most,
-            tuple(names),
-        )
+    hidden: Mapping[str, int] = field(default_factory=dict)
 
     @cached_property
     def form(self) -> list[tuple[int, bool]]:
@@ -203,14 +157,13 @@ def _source(
         f"{WORKSPACE_BYTES >> 20} MiB of cuBLAS workspace, as on one H200",
         "what kernels take inside themselves is not seen",
     ]
-    hidden = 0
-    names = set[str]()
+    hidden = Counter[str]()
     for recording in recordings:
-        hidden = max(hidden, recording.hidden_bytes)
-        names.update(recording.hidden_in)
+        hidden |= Counter(recording.hidden)
     if hidden:
+        most = max(hidden.values())
         parts.append(
-            f"left out: up to {hidden / 2**20:.1f} MiB that {', '.join(sorted(names))} took on the "
+            f"left out: up to {most / 2**20:.1f} MiB that {', '.join(sorted(hidden))} took on the "
             "CPU and gave back"
         )
     if note:

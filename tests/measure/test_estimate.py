@@ -67,7 +67,7 @@ def test_results_of_operators_are_logged_at_their_sizes() -> None:
     assert [event.nbytes for event in log.events] == [64, 32, None, 8, None, None]
     first, second = log.events[0].block, log.events[1].block
     assert (log.events[2].block, log.events[4].block) == (first, second)
-    assert {event.inside for event in log.events} == {""}
+    assert not log.hidden
     assert log.operators == 3
 
 
@@ -79,41 +79,22 @@ def test_views_of_weights_and_results_that_share_memory_take_nothing() -> None:
     assert [event.nbytes for event in log.events if event.nbytes is not None] == [64, 16]
 
 
-def test_temporaries_of_an_operator_with_python_code_are_marked() -> None:
+def test_temporaries_of_an_operator_with_python_code_are_left_out() -> None:
     library = torch.library.Library("cgplan_tests_estimate", "FRAGMENT")
     library.define("twice(Tensor x) -> Tensor")
     library.impl("twice", lambda x: (x.double() + 1).float(), "CPU")
     x = torch.zeros(8)
     log = logged(lambda: torch.ops.cgplan_tests_estimate.twice(x) + 1)
     name = "cgplan_tests_estimate::twice"
-    assert [(e.nbytes, e.inside) for e in log.events] == [
-        (64, name), (64, name), (None, name), (32, name), (None, name), (32, ""), (None, ""), (None, ""),
-    ]  # fmt: skip
-    recording = Recording.of(key(8), 4, log.events)
-    assert [event.nbytes for event in recording.events] == [
-        32,
-        32,
-        None,
-        None,
-    ]  # the result of ``twice`` stays
-    assert (recording.hidden_bytes, recording.hidden_in) == (128, (name,))
+    assert [event.nbytes for event in log.events] == [32, 32, None, None], "its result and the sum"
+    assert log.hidden == {name: 128}
 
 
 # --- recordings -----------------------------------------------------------------------------------------------
 
 
-def test_blocks_are_numbered_in_the_order_in_which_they_are_taken() -> None:
-    log = [
-        Allocation(7, 10),
-        Allocation(7, None),
-        Allocation(7, 30),
-        Allocation(9, 20),
-        Allocation(7, None),
-    ]
-    recording = Recording.of(key(4), 3, [Allocation(5, None), *log])
-    assert recording.events == (
-        Allocation(0, 10), Allocation(0, None), Allocation(1, 30), Allocation(2, 20), Allocation(1, None),
-    )  # fmt: skip
+def recording_of(tokens: int, *events: Allocation) -> Recording:
+    return Recording(FULL, False, tokens, 1, events)
 
 
 @settings(max_examples=50, deadline=None)
@@ -126,7 +107,7 @@ def test_other_sizes_lie_on_the_line_through_two_recordings(
 ) -> None:
     def recorded(tokens: int) -> Recording:
         log = [Allocation(i, fixed + each * tokens) for i, (fixed, each) in enumerate(blocks)]
-        return Recording.of(key(tokens), 1, [*log, Allocation(0, None)])
+        return recording_of(tokens, *log, Allocation(0, None))
 
     wanted = list(recorded(num_tokens).events)
     assert recorded(4).scaled(recorded(100), num_tokens) == wanted
@@ -134,8 +115,8 @@ def test_other_sizes_lie_on_the_line_through_two_recordings(
 
 
 def test_where_two_recordings_differ_bytes_are_in_proportion() -> None:
-    one = Recording.of(key(4), 1, [Allocation(0, 40), Allocation(0, None)])
-    other = Recording.of(key(8), 1, [Allocation(0, 80), Allocation(1, 8), Allocation(0, None)])
+    one = recording_of(4, Allocation(0, 40), Allocation(0, None))
+    other = recording_of(8, Allocation(0, 80), Allocation(1, 8), Allocation(0, None))
     assert one.scaled(other, 6) == one.scaled(one, 6) == [Allocation(0, 60), Allocation(0, None)]
 
 
