@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -75,7 +75,6 @@ def estimated_costs(
     warmups = 0 if asked == "auto" else asked  # of most keys
     seconds = CAPTURE_SECONDS + warmups * WARMUP_SECONDS
     keys = []
-    sizes = defaultdict[CUDAGraphMode, set[int]](set)
     for recording in recordings:
         operators = recording.operators
         key = MeasuredKey(
@@ -86,16 +85,15 @@ def estimated_costs(
             operators * seconds,
         )
         keys.append(key)
-        sizes[key.mode].add(key.num_tokens)
     ascending = sorted(recordings, key=attrgetter("num_tokens"))
-    lanes = grouped(((each.mode, each.has_lora), each) for each in ascending)
-    most = config.scheduler.max_num_batched_tokens
     pools = {}
-    for mode, recorded in sizes.items():
-        of_mode = [lane for (other, _), lane in lanes.items() if other is mode]
-        pools[mode] = [
-            (size, max(_reserved(lane, size) for lane in of_mode)) for size in _grid(recorded, most)
-        ]
+    for mode, of_mode in grouped((each.mode, each) for each in ascending).items():
+        lanes = grouped((each.has_lora, each) for each in of_mode).values()
+        recorded = [each.num_tokens for each in of_mode]
+        points = []
+        for size in _grid(recorded, config.scheduler.max_num_batched_tokens):
+            points.append((size, max(_reserved(lane, size) for lane in lanes)))
+        pools[mode] = points
     costs = MeasuredCosts(
         keys,
         pools,

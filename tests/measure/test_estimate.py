@@ -149,6 +149,16 @@ def test_a_size_that_was_not_recorded_costs_what_it_does_when_it_is(
         assert between.pool_bytes(FULL, rows) == itself.pool_bytes(FULL, rows)
 
 
+def test_a_larger_size_than_those_recorded_costs_what_it_does_when_it_is() -> None:
+    """A plan for traffic weighs sizes up to ``max_num_batched_tokens``."""
+    beyond = estimated(Chain(6), config_of([2, 8]))
+    most = config_of([2]).scheduler.max_num_batched_tokens
+    itself = estimated(Chain(6), config_of([2, most]))
+    assert most > 100
+    assert beyond.pool_bytes(FULL, most) == itself.pool_bytes(FULL, most)
+    assert not beyond.of([key(most)]).extrapolated
+
+
 def test_what_was_not_recorded_is_priced_as_what_was() -> None:
     costs = estimated(Chain(3), config_of([2, 64]))
     full, piecewise = ((mode, BatchDescriptor(8, 8, False)) for mode in (FULL, PIECEWISE))
