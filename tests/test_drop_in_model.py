@@ -120,6 +120,28 @@ def test_a_change_that_calls_may_have_missed_is_told(backend: GraphBackend, laye
     close(g(x), model(x))
 
 
+class Ways(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ways = [[0] for _ in range(600)]  # nothing reports a change of a list
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        y = x * 2
+        return (y, y[:, :4].sum(0)) if self.ways[-1][0] else (y,)
+
+
+def test_outputs_from_before_a_change_teach_nothing(backend: GraphBackend) -> None:
+    model = Ways().to(backend.device)
+    g = cgplan.graphed(model.eval(), verify="always")
+    for size in (4, 4, 4, 2, 8, 4):
+        g(torch.randn(size, 8, device=backend.device))
+    model.ways[-1][0] = 1
+    for size in (4, 4, 4, 2, 8, 4):  # for size 4 output 1 could have grown with the batch
+        x = torch.randn(size, 8, device=backend.device)
+        close(g(x), model(x))
+    assert sizes(g) == {2, 4, 8}
+
+
 def test_numbers_that_change_in_place_are_seen(backend: GraphBackend, net: Net) -> None:
     g, x = cgplan.graphed(net), rows(backend, 5)
     ready(g, net, x)
@@ -1149,6 +1171,20 @@ def test_generate_of_many_numbers_of_rows(backend: GraphBackend, most: int) -> N
     kept = min(most, 8)
     graphs = sum(len(runner.plan.keys) for runner in g.runners)
     assert graphs == (2 * kept if most == 5 else kept)  # of prompts that came twice, of steps
+
+
+def test_generate_of_many_lengths(backend: GraphBackend, caplog: pytest.LogCaptureFixture) -> None:
+    lm = decoder(backend)
+    g = cgplan.graphed_generate(lm, max_cache_len=32)
+    for length in range(1, 21):
+        lm.generate(torch.full((1, length), 3, device=backend.device), max_new_tokens=1)
+    assert caplog.text.count("16 shapes came, now input_ids: int64 [1, 18], ") == 1
+    prompt = torch.full((1, 20), 3, device=backend.device)
+    wanted = lm.generate(prompt, max_new_tokens=1)
+    assert not g.graph_calls
+    assert torch.equal(lm.generate(prompt, max_new_tokens=1), wanted)
+    assert g.graph_calls == 1, "of the third call"
+    assert set(g.eager_calls) == {"the first calls of a kind"}
 
 
 def test_generate_tells_why_it_finds_no_graph(

@@ -128,19 +128,21 @@ class Calls:
             is_again = is_again and runner.resembles_last(tensors)
             if not is_again:
                 tail = tail_of(tensors, self.device)
+                whole = [*form, tail]
                 try:
-                    key = (*form, tail, *map(_traits, tensors))
+                    key = (*whole, *map(_traits, tensors))
                 except RuntimeError:
                     return self._run_model("an argument is a nested tensor", args, kwargs)
                 for kind in self._known.get(key, ()):
                     if kind.objects_hold():  # they may be in a new state
                         break
                 else:
-                    return self._learn_or_capture(self._own_call(args, kwargs, form, tensors))
+                    return self._learn_or_capture(self._own_call(args, kwargs, whole, tensors))
             if kind.eager_reason:
                 return self._run_model(kind.eager_reason, args, kwargs)
             if kind.runner is None or not self.learner.holds():
-                call = self._own_call(args, kwargs, form, tensors)
+                whole = [*form, tail_of(tensors, self.device)]
+                call = self._own_call(args, kwargs, whole, tensors)
                 if kind.runner is None or self.learner.free_if_changed():
                     return self._learn_or_capture(call)
             if self._is_shared(kind, tensors):
@@ -169,7 +171,7 @@ class Calls:
             own.append(tensor)
         if is_borrowed:  # else lists and dicts are the caller's
             args, kwargs = arguments_of(tuple(form), len(args), tuple(kwargs), own)
-        return Call(args, kwargs, (*form, tail_of(tensors, self.device)), own)
+        return Call(args, kwargs, tuple(form), own)
 
     def _reason_of_context(self) -> str | None:
         if getattr(self._module, "training", False):  # frozen scripts have none
@@ -307,14 +309,16 @@ class Calls:
         else:
             self.replayed += 1
             if kind.forward.differs:
+                seen = kind.seen(tensors)
                 self.learner.relearn(kind)
-                kind.return_as_seen(tensors)
+                kind.returns = seen
         if wants_grad:
             output = with_gradients(output, kind.requires_grad, again, self._name)
         if kind.returns == ONE_TENSOR:
             return output
         leaves = output if isinstance(output, tuple) else (output,)
-        return rebuild(iter(kind.returns or ()), iter(leaves))
+        assert kind.returns is not None
+        return rebuild(iter(kind.returns), iter(leaves))
 
     def _after_a_difference(
         self,
@@ -328,6 +332,7 @@ class Calls:
         route = kind.route(sizes)
         key = route.descriptor
         is_padded = key.box != tuple(sizes.values())
+        seen = kind.seen(tensors)
         has_changed = self.learner.relearn(kind)
         if is_padded and not has_changed:
             self.learner.give_up(kind, error.message)
@@ -339,7 +344,7 @@ class Calls:
         if self._settings.strict:
             raise error
         self.eager["a graph differed from the model's own code"] += 1
-        kind.return_as_seen(tensors)
+        kind.returns = seen
         return error.output
 
     def _own_code_again(

@@ -293,13 +293,10 @@ class Kind:
             self.learn(sizes, form, outputs)
         return (self.returns, self.shapes) != before
 
-    def return_as_seen(
-        self,
-        tensors: Sequence[Tensor],
-    ) -> None:
-        seen = self.forward.outputs.get(shapes_of(tensors))
-        if seen is not None:
-            self.returns = seen[0]
+    def seen(self, tensors: Sequence[Tensor]) -> Form | None:
+        """What the model's own code returned."""
+        found = self.forward.outputs.get(shapes_of(tensors))
+        return found[0] if found else self.returns
 
     def _extent(
         self,

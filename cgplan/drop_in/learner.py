@@ -33,6 +33,7 @@ from cgplan.graphs.put_back import PutBack, copy_limit, version_of
 from cgplan.runner.runner import GraphRunner
 
 _MOST_KINDS = 256
+_MANY_SHAPES = 16
 _EXACT = "so nothing is padded, and each shape has its own graph"
 logger = logging.getLogger(__name__)
 
@@ -152,14 +153,19 @@ class Learner(Inference):
         if roots:
             state = self._fingerprint(roots).as_key()
         family.calls += 1
-        for kind in known:
-            if kind.state != state:
-                continue
+        alike = [kind for kind in known if kind.state == state]
+        for kind in alike:
+            family.misses = 0
             with suppress(InputError):
-                sizes = kind.sizes_of(call.tensors)
-                family.misses = 0
-                return kind, sizes
+                return kind, kind.sizes_of(call.tensors)
         kind = self._add_kind(call, state)
+        if len(alike) == _MANY_SHAPES:
+            new = [note for note in kind.notes if note not in alike[0].notes]
+            self.tell_once(
+                f"more than {_MANY_SHAPES} shapes came, now {', '.join(new)}: each has "
+                "graphs of its own, from its third call on",
+                "shapes",
+            )
         for root, value in roots.items():
             kind.notes.append(f"{root} at {id(value):#x}, in one of its states")
         constants = constants_in(call.by_name(self.signature), "")
@@ -284,9 +290,7 @@ class Learner(Inference):
 
     def relearn(self, kind: Kind) -> bool:
         """Whether the kind was not as learnt; then it has no graphs."""
-        seen = dict(kind.forward.outputs)
         if self.detector is not None and self.free_if_changed():
-            kind.forward.outputs |= seen
             return True
         try:
             if not kind.relearn():
