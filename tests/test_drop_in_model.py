@@ -142,6 +142,27 @@ def test_outputs_from_before_a_change_teach_nothing(backend: GraphBackend) -> No
     assert sizes(g) == {2, 4, 8}
 
 
+def test_a_change_of_tensors_is_late_where_calls_may_have_missed_it(backend: GraphBackend) -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(40))).to(backend.device).eval()
+    g, x = cgplan.graphed(model), rows(backend, 5)
+    late = "call recapture() after such changes"
+    for change in (
+        model.double,
+        model.float,
+        lambda: model.load_state_dict(model.state_dict(), assign=True),
+        lambda: setattr(model[1].weight, "data", model[1].weight.data + 1),
+    ):
+        ready(g, model, x.to(model[0].weight.dtype))
+        change()
+        close(g(x), model(x)) if model[0].weight.dtype == x.dtype else g(x.double())
+        assert late not in g.explain(), "each call looks at all addresses"
+    model[39].bias = nn.Parameter(model[39].bias + 1)
+    before = g.explain().count("captured again")
+    while g.explain().count("captured again") == before:
+        g(x)
+    assert (late in g.explain()) is (sys.version_info < (3, 12)), "40 tensors a call"
+
+
 def test_numbers_that_change_in_place_are_seen(backend: GraphBackend, net: Net) -> None:
     g, x = cgplan.graphed(net), rows(backend, 5)
     ready(g, net, x)
@@ -1173,6 +1194,17 @@ def test_generate_of_many_numbers_of_rows(backend: GraphBackend, most: int) -> N
     assert graphs == (2 * kept if most == 5 else kept)  # of prompts that came twice, of steps
 
 
+def test_generate_warms_up_by_itself(backend: GraphBackend) -> None:
+    lm = decoder(backend)
+    g = cgplan.graphed_generate(lm, max_cache_len=32)
+    prompt = torch.full((2, 5), 3, device=backend.device)
+    with pytest.raises(InputError, match="is warmed up by generate") as caught:
+        g.warm_up(prompt)
+    assert "max_new_tokens=4" in caught.value.remedy
+    lm.generate(prompt, max_new_tokens=4)
+    assert replays(g) == 1
+
+
 def test_generate_of_many_lengths(backend: GraphBackend, caplog: pytest.LogCaptureFixture) -> None:
     lm = decoder(backend)
     g = cgplan.graphed_generate(lm, max_cache_len=32)
@@ -1273,8 +1305,12 @@ def test_a_cache_of_the_callers_is_filled(backend: GraphBackend, kind: str) -> N
     assert torch.equal(found, wanted)
     assert cache.get_seq_length() == 12
     reasons = " ".join(g.eager_calls)
-    assert ("generate with past_key_values" in reasons) is (kind == "DynamicCache")
-    assert (replays(g) > 0) is (kind == "StaticCache")
+    is_static = kind == "StaticCache"
+    assert ("generate with past_key_values" in reasons) is not is_static
+    told = g.explain()
+    assert ("generate with past_key_values" in told) is not is_static
+    assert ("a new one has no graphs until its third decode step" in told) is is_static
+    assert replays(g) == 5 * is_static
 
 
 def test_generate_without_a_prompt_of_tokens_tells_so(backend: GraphBackend) -> None:

@@ -9,7 +9,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from types import EllipsisType, MethodType
 from typing import Any, Literal, Never, Self, cast
@@ -233,8 +232,14 @@ class Graphed:
         **kwargs: Any,
     ) -> None:
         """Make the graph for such a call; what that writes or draws is put back. Raises what the
-        model raises, and InputError without arguments.
+        model raises, and InputError without arguments, or without a cache after
+        ``graphed_generate``.
         """
+        if "generate" in vars(self) and kwargs.keys().isdisjoint(CACHE_ARGUMENTS):
+            raise InputError(
+                f"{self._name} is warmed up by generate, which has its caches",
+                remedy="Call lm.generate(prompt, max_new_tokens=4) for each number of rows.",
+            )
         if self._learner.signature.parameters and not args and not kwargs:
             raise InputError(
                 f"{self._name} is warmed up by the arguments of a call, and got none",
@@ -547,6 +552,9 @@ class _Generate:
                 found = getattr(settings, name, None)
             return default if found is None else found
 
+        def run() -> Any:
+            return own(model, inputs, generation_config, *others, **given)
+
         prompt: Any = given.get("input_ids") if inputs is None else inputs
         if given.get("cache_implementation") == "static":  # it gets one
             del given["cache_implementation"]
@@ -563,19 +571,23 @@ class _Generate:
         other = [name for name in _OTHER_CACHES if option(name) not in (None, False)]
         other += filter(without.get, without)
         if other:
+            is_static = any(
+                getattr(cache, "is_compileable", cache is not None)
+                for cache in map(given.get, CACHE_ARGUMENTS)
+            )
+            if is_static:
+                self._tell(
+                    "generate uses the cache that it is given: a new one has no graphs until its "
+                    "third decode step"
+                )
+                return run()
             reason = (
                 f"generate with {' and '.join(other)} does not use the cache that "
                 "graphed_generate keeps for graphs"
             )
             self._tell(reason)
-            eager = vars(model.forward)["_calls"].own_code_reason
-            is_static = any(
-                getattr(given[name], "is_compileable", True)
-                for name in CACHE_ARGUMENTS
-                if name in given
-            )
-            with nullcontext() if is_static else setting(eager, reason):
-                return own(model, inputs, generation_config, *others, **given)
+            with setting(vars(model.forward)["_calls"].own_code_reason, reason):
+                return run()
         length = prompt.shape[1]
         longest = length + option("max_new_tokens", 0)
         if longest == length:
@@ -594,11 +606,11 @@ class _Generate:
         rows = len(prompt) * option("num_return_sequences", 1)
         with self._lock:
             if self._is_running:  # a logits processor generates: the cache is in use
-                return own(model, inputs, generation_config, *others, **given)
+                return run()
             given[self._cache_argument] = self._cache_of(rows)
             self._is_running = True
             try:
-                return own(model, inputs, generation_config, *others, **given)
+                return run()
             finally:
                 self._is_running = False
 

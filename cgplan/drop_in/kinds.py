@@ -293,10 +293,13 @@ class Kind:
             self.learn(sizes, form, outputs)
         return (self.returns, self.shapes) != before
 
-    def seen(self, tensors: Sequence[Tensor]) -> Form | None:
+    def seen(
+        self,
+        tensors: Sequence[Tensor],
+    ) -> Form | None:
         """What the model's own code returned."""
-        found = self.forward.outputs.get(shapes_of(tensors))
-        return found[0] if found else self.returns
+        found = self.forward.outputs.get(shapes_of(tensors), (self.returns,))
+        return found[0]
 
     def _extent(
         self,

@@ -31,6 +31,7 @@ from cgplan.graphs.fingerprint import Change, Fingerprint
 from cgplan.graphs.footprint import look
 from cgplan.graphs.put_back import PutBack, copy_limit, version_of
 from cgplan.runner.runner import GraphRunner
+from cgplan.units import counted
 
 _MOST_KINDS = 256
 _MANY_SHAPES = 16
@@ -79,17 +80,16 @@ class Learner(Inference):
         """Free the graphs of a model that has changed; True also before it is watched."""
         if self.detector is None:
             return True
-        found = self.detector.changes(self.settings.ignore)
-        changes = list(found.values())
+        changes = list(self.detector.changes(self.settings.ignore).values())
         if not changes:
             return False
         first = changes[0]
         self.changed[first.path] += 1
         text = f"captured again: {first}"
         if len(changes) > 1:
-            text += f", and {len(changes) - 1} more changes"
+            text += f", and {counted(len(changes) - 1, 'more change')}"
         is_moved = all(change.is_move for change in changes)
-        if self.detector.is_late and not is_moved:
+        if self.detector.is_late:
             text += (
                 "; calls since may have been answered by the old graphs: call recapture() after "
                 "such changes"

@@ -170,6 +170,7 @@ class ChangeDetector:
         self.is_late = False
         self._tensors = list[torch.Tensor]()
         self._addresses = list[int]()
+        self._paths = set[str]()  # of tensors
         self._require_grad = list[bool]()
         tensors = list[_Compared]()
         others = list[_Compared]()
@@ -185,6 +186,7 @@ class ChangeDetector:
             if place.address is not None:
                 self._tensors.append(place.value)
                 self._addresses.append(place.address)
+                self._paths.add(place.path)
                 self._require_grad.append(place.requires_grad)
             is_reported = self._is_reported(place)
             if place.address is not None and (is_reported or not is_told):
@@ -202,6 +204,7 @@ class ChangeDetector:
             if self._is_whole and (at_once or stateful.is_small):
                 others.append((Via(stateful, _state), 0, stateful.state, None))
         most = _WITH_WATCHER if is_told else _WITHOUT_WATCHER
+        self._most_tensors = most[0]
         turns = list[Iterator[Iterable[_Compared]]]()
         for part, count in zip((tensors, others, containers), most, strict=True):
             if at_once or len(part) <= count:
@@ -269,13 +272,17 @@ class ChangeDetector:
     def holds_all(self) -> bool:
         """Each place holds the same object at its address."""
         self._reset()
-        found = False
-        with torch._C.DisableTorchFunction(), suppress(RuntimeError):
-            is_moved = [*map(_address_of, self._tensors)] != self._addresses
-            found = not is_moved and _holds(self._all)
+        with torch._C.DisableTorchFunction():
+            found = not self._have_moved() and _holds(self._all)
         if not found:
             self._flag[0] = True
         return found
+
+    def _have_moved(self) -> bool:
+        with suppress(RuntimeError):  # sparse now
+            now = [*map(_address_of, self._tensors)]
+            return now != self._addresses
+        return True
 
     def _reset(self) -> None:
         """Ahead of a comparison: another thread may write meanwhile."""
@@ -291,9 +298,15 @@ class ChangeDetector:
         self,
         ignore: Iterable[str] = (),
     ) -> dict[str, Change]:
-        self.is_late = self._rotates and not self._flag[0]
+        is_late = self._rotates and not self._flag[0]
+        with torch._C.DisableTorchFunction():
+            at_once = self._have_moved()
         self._reset()
         found = self.record.changes(ignore)
+        # each turn has tensors that changed
+        at_once |= len(self._paths - found.keys()) < self._most_tensors
+        of_tensors = self._paths >= found.keys()
+        self.is_late = is_late and not (at_once and of_tensors)
         if found:
             self._flag[0] = True
         return found
@@ -337,7 +350,7 @@ def _holds(compared: Iterable[_Compared]) -> bool:
                 return False
             if traits is not None and not traits.fit(value):
                 return False
-    except (LookupError, AttributeError, ValueError, TypeError):
+    except (LookupError, AttributeError, ValueError, TypeError, RuntimeError):
         return False
     return True
 

@@ -235,7 +235,11 @@ class Change:
             return f"{self.path} (its contents)"
         if self.is_move:
             return f"{self.path} (another tensor)"
-        return f"{self.path} (it was {_shown(self.was)} and is {_shown(self.now)})"
+        was = _shown(self.was)
+        now = _shown(self.now)
+        if was == now:
+            return f"{self.path} (another {was.removeprefix('a ')})"
+        return f"{self.path} (it was {was} and is {now})"
 
 
 class Stateful(NamedTuple):

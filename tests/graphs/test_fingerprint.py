@@ -405,7 +405,7 @@ CHANGES: dict[str, tuple[Callable[[Holder], Any], list[str]]] = {
         "x.named.a (it was 1 and is absent)", "x.named.b (it was absent and is 1)",
     ]),
     "a set": (lambda h: (h.several.clear(), h.several.add(2)), ["x.several (its contents)"]),
-    "a tuple": (lambda h: setattr(h, "pair", (2, math.nan)), ["x.pair (it was a tuple and is a tuple)"]),
+    "a tuple": (lambda h: setattr(h, "pair", (2, math.nan)), ["x.pair (another tuple)"]),
     "an array": (lambda h: h.array.__setitem__(0, 1), ["x.array (its contents)"]),
     "bytes": (lambda h: h.raw.__setitem__(0, 1), ["x.raw (its contents)"]),
     "an array of Python": (lambda h: h.packed.append(1), ["x.packed (its contents)"]),
@@ -413,7 +413,7 @@ CHANGES: dict[str, tuple[Callable[[Holder], Any], list[str]]] = {
     "a generator of NumPy": (lambda h: h.drawn.random(), ["x.drawn (its contents)"]),
     "a buffer of text": (lambda h: h.written.write("a"), ["x.written (its contents)"]),
     "an attribute": (lambda h: setattr(h, "more", 1), ["x.more (it was absent and is 1)"]),
-    "a method": (lambda h: setattr(h, "act", h.other), ["x.act (it was a method and is a method)"]),
+    "a method": (lambda h: setattr(h, "act", h.other), ["x.act (another method)"]),
     "the class": (lambda h: h.shared.append(1), ["len(x.shared) (it was 1 and is 2)"]),
     "the attributes": (
         lambda h: setattr(h, "__dict__", dict(h.__dict__)), ["x.__dict__ (it was 'its own' and is 'another one')"],

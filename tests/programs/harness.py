@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -110,8 +111,6 @@ def _compare(found: Any, wanted: Any, tolerance: float, where: str) -> None:
 def check(case: Program, wrap: Callable[..., Any] = cgplan.graphed) -> None:
     """Assert that a program does with graphs what it does without."""
     made = list[Any]()
-    # Rotations, by which some calls pass before a change is seen, have tests of their own.
-    change_detector._WITH_WATCHER = change_detector._WITHOUT_WATCHER = 3 * (1 << 20,)
 
     def kept(model: Any = None, **options: Any) -> Any:
         if model is None:
@@ -119,7 +118,10 @@ def check(case: Program, wrap: Callable[..., Any] = cgplan.graphed) -> None:
         made.append(wrap(model, **options))
         return made[-1]
 
-    wanted, found = list(_steps(case.run, _identity)), list(_steps(case.run, kept))
+    # Rotations, by which some calls pass before a change is seen, have tests of their own.
+    every = 3 * (1 << 20,)
+    with patch.multiple(change_detector, _WITH_WATCHER=every, _WITHOUT_WATCHER=every):
+        wanted, found = list(_steps(case.run, _identity)), list(_steps(case.run, kept))
     assert not isinstance(wanted[-1], type), f"the program itself fails: {wanted[-1]}"
     for at, (one, other) in enumerate(zip(found, wanted, strict=False)):
         _compare(one, other, case.tolerance, f"step {at}")
