@@ -46,7 +46,7 @@ from cgplan.measure.baselines import Baseline, BenchBatch, Comparison, bare, eag
 from cgplan.modes import BatchDescriptor
 from cgplan.reports.html import Page, Section, chart, html_of, table_of
 from cgplan.runner import auto
-from cgplan.units import format_microseconds, format_ratio
+from cgplan.units import counted, format_microseconds, format_ratio
 
 TOLERANCES = {"float32": 2e-3, "bfloat16": 5e-2}  # of the largest value of eager's output
 
@@ -227,6 +227,28 @@ WAYS = {
 }
 GRAPHED = [name for name in WAYS if name != "eager"]
 BY_SIZE = {"inductor", "bare", "reduce-overhead"}  # each of their sizes costs as much: they get those that are timed
+RUNS = {
+    "eager": "the model's own code",
+    "FULL": "one graph of cgplan for each size",
+    "PIECEWISE": "graphs of cgplan with eager pieces between them",
+    "dynamic": "FULL of what torch's inductor compiled once for all sizes (`compile_shapes: dynamic`)",
+    "inductor": "FULL of what inductor compiled for each timed size (`compiler: inductor`)",
+    "AUTO": "the fastest of cgplan's ways; it times them in turn, so its seconds include waits",
+    "graphed": "`cgplan.graphed`",
+    "bare": "`torch.cuda.graph` by hand, for the timed sizes",
+    "reduce-overhead": '`torch.compile(mode="reduce-overhead")`, for the timed sizes',
+}
+WORDS = {  # the way that may have the word; None: any
+    "`equal` | equal to the model's own code bit for bit, also for a padded batch between the sizes": None,
+    "`~9e-02` | the largest difference, within the rounding of the dtype": None,
+    "`WRONG 5e-01` | a larger one; where reduce-overhead differs as much, the cause is inductor's rounding: a mixture "
+    "of experts chooses other experts where values are nearly equal": None,
+    "`refused` | the capture failed: the last section says why": None,
+    "`part` | torch left out some of its graphs": "reduce-overhead",
+    "`eager` | it captured nothing, as no graph is faster": "AUTO",
+    "`no basis` | not compared: the outputs have another form, or differ from run to run": None,
+    "`-` | not measured": None,
+}
 
 
 @contextmanager
@@ -636,48 +658,52 @@ def markdown(records):
     """The page: what is captured and right, what is not and why, and times where there is a GPU."""
     ran = [record for record in records if "seconds" in record]
     first, names = ran[0], [name for name in WAYS if any(name in record["ways"] for record in ran)]
-    tables = [("Captured, and equal to eager", "verdicts", names[1:])]
+    tables = [("Captured, and equal to eager?", "verdicts", names[1:])]
     if first["backend"] == "cuda":
         for size in first["timed"]:
-            tables.append((f"Device time at {size} rows, microseconds", (size, "device_us"), names))
-            tables.append((f"Host time at {size} rows, microseconds", (size, "host_us"), names))
+            tables.append((f"Device time, {counted(size, 'row')}, microseconds", (size, "device_us"), names))
+            tables.append((f"Host time, {counted(size, 'row')}, microseconds", (size, "host_us"), names))
         tables.append(("Seconds until ready, and memory", "costs", names))
+    shapes = "Shapes are those of published models, most with fewer layers. mamba and rwkv read 8 tokens. "
     beside = (
-        f" {first['jobs']} models at a time ran on each device: others compiled, and "
-        "inductor chose kernels, while one was timed. Memory is only that of torch's allocator; AUTO times its ways "
-        "in turn, too, so its seconds include waits."
-        if first["jobs"] > 1
-        else ""
+        f"{first['jobs']} models at a time ran on each device: others compiled, and inductor chose kernels, while one "
+        "was timed. "
     )
+    meanings = [word for word, needs in WORDS.items() if needs is None or needs in names]
+    away = {}  # why some did not run
+    for record in records:
+        if reason := record.get("skipped") or record["error"]:
+            away.setdefault(reason, []).append(record["name"])
     lines = [
         "# The model zoo",
         "",
-        f"Models with random weights, each captured in every way by `docs/measure/zoo.py --scale {first['scale']} "
-        f"--report docs/zoo.md`, which wrote this page. {first['device']}, {first['backend']}, torch {first['torch']}, "
-        f"rows of {', '.join(map(str, first['sizes']))}, timed at {', '.join(map(str, first['timed']))}.{beside}",
-        *(
-            ["", "Shapes are those of published models, most with fewer layers, and with scans over 8 tokens."]
-            if first["scale"] == "real"
-            else []
-        ),
+        "Which models graphs can hold, whether the numbers stay right, and how long calls take. The models have random "
+        f"weights; `docs/measure/zoo.py --scale {first['scale']} --report docs/zoo.md` ran each in several ways and "
+        f"wrote this page, on {first['device']} ({first['backend']}) with torch {first['torch']}.",
         "",
-        "`equal`: equal to the model's own code bit for bit, also for a padded batch between the sizes. `~`: the "
-        "largest difference, within the rounding of the dtype; `WRONG`: beyond it. If reduce-overhead differs as "
-        "much, the reason is inductor's rounding: a mixture of experts chooses other experts where values are nearly "
-        "equal. `part`: torch left out some of its graphs. `eager`: AUTO captured nothing. `bare`: `torch.cuda.graph` "
-        "by hand; `dynamic`: `compiler: inductor` with one trace for all sizes. `inductor`, `bare` and "
-        "`reduce-overhead` have only the timed sizes.",
+        f"{shapes * (first['scale'] == 'real')}Batches have {', '.join(map(str, first['sizes']))} rows; those of "
+        f"{', '.join(map(str, first['timed']))} are timed. {beside * (first['jobs'] > 1)}"
+        "Memory is that of torch's allocator alone.",
+        "",
+        "| way | what runs |",
+        "|---|---|",
+        *(f"| {name} | {text} |" for name, text in RUNS.items() if name in names),
+        "",
+        "| cell | what it means |",
+        "|---|---|",
+        *(f"| {word} |" for word in meanings),
         "",
         *(f"- {text}" for text in summary(records)),
+        *(f"- did not run: {', '.join(models)} ({reason})" for reason, models in away.items()),
     ]
     for title, what, ways in tables:
-        rows = records if what == "verdicts" else ran
-        lines += table(title, ways, [(row["name"], cells(row, what, ways)) for row in rows])
+        lines += table(title, ways, [(row["name"], cells(row, what, ways)) for row in ran])
     notes = {
-        "Beside reduce-overhead": 'Ratios to `torch.compile(mode="reduce-overhead")`, by size. Compiling: all sizes of '
-        f"the way, over the seconds until reduce-overhead is ready for {first['timed'][-1]} rows alone.",
-        "FULL against the kernels of eager": "Device time of FULL over that of eager code, where that does not wait "
-        "for the host, and over that of graphs by hand.",
+        "Beside reduce-overhead": "A way's time over that of reduce-overhead, at each timed size: below 1 is faster. "
+        "*Compiling* is the time until all sizes of the way are ready, over that until reduce-overhead is ready for "
+        f"{first['timed'][-1]} rows alone. *Above* names the models that miss the aim.",
+        "FULL against the kernels of eager": "Device time of FULL over that of eager code (where "
+        "eager code keeps the device busy) and over that of graphs by hand.",
     }
     for title, columns in comparisons(first["timed"]).items() if first["backend"] == "cuda" else ():
         known = [column for column in columns if any(column[1](record) is not None for record in ran)]
