@@ -32,6 +32,7 @@ from torch import Tensor
 from cgplan.buffers.batch import Batch, BatchReader
 from cgplan.config import Dim, Input
 from cgplan.drop_in.call_form import (
+    CONSTANTS,
     ById,
     ByName,
     Form,
@@ -51,7 +52,6 @@ from cgplan.runner.stats import RunnerStats
 
 _MOST_MISSES = 16  # a few objects, each of them new once and used once
 _MOST_SIZES = 64  # for which a model adds something
-_WITH_CONSTANTS = (int, float, bool, str)
 
 Shape = tuple[int | str, ...]
 Sizes = dict[str, int]  # of a batch, by name
@@ -420,12 +420,9 @@ class Family:
     def add(
         self,
         constants: Iterator[tuple[str, Any]],
-        *,
-        holds_objects: bool,
     ) -> list[str]:
         """Returns the constants that differed in each call."""
         self.kinds += 1
-        self.misses += holds_objects
         for path, value in constants:
             known = self.values.setdefault(path, set())
             if len(known) < 1000:
@@ -442,5 +439,5 @@ def without_constants(form: Form) -> Form:
         if type(part) is ById:
             part = type(part.value)
         kept.append(None if is_value else part)
-        is_value = not is_value and type(part) is type and part in _WITH_CONSTANTS
+        is_value = not is_value and type(part) is type and part in CONSTANTS
     return tuple(kept)

@@ -170,7 +170,8 @@ class Learner(Inference):
             kind.notes.append(f"{root} at {id(value):#x}, in one of its states")
         constants = constants_in(call.by_name(self.signature), "")
         count = family.calls
-        for path in family.add(constants, holds_objects=bool(state)):
+        family.misses += bool(state)
+        for path in family.add(constants):
             self.tell_once(
                 f"argument `{path}` had {count} values in {count} calls; pass a tensor, or graphs "
                 "serve values that come back",

@@ -59,7 +59,7 @@ from cgplan.planning.plan import (
 )
 from cgplan.traffic.histogram import SizeCounts
 from cgplan.traffic.step_times import StepSurface
-from cgplan.units import format_bytes
+from cgplan.units import counted, format_bytes
 
 CANDIDATES = 1600  # boxes to choose among, about
 LIMITS: tuple[PlanLimit, ...] = get_args(PlanLimit)[:3]
@@ -517,7 +517,8 @@ class _BoxProblem:
         for ladder in ladders:
             by = own.expected_us / ladder.expected_us - 1
             longer = "longer" if by > 0 else "shorter"
-            compared.append(f"{abs(by):.1%} {longer} than with {ladder.name}")
+            graphs = counted(ladder.graphs, "graph")
+            compared.append(f"{abs(by):.1%} {longer} than with {ladder.name} ({graphs})")
         verdict = f"steps {', '.join(compared)}"
         warnings = [] if self.surface else [NO_TIMES]
         if self.surface and not self.surface.saves:
@@ -572,8 +573,8 @@ class _BoxProblem:
         top = [dim.max for dim in self._dims]
         if not (boxes >= top).all(axis=1).any():
             yield (
-                f"batches that no box holds run eagerly: one of {' x '.join(map(str, top))}, "
-                "the largest, is not held"
+                f"a batch of {' x '.join(map(str, top))}, the declared max, is in no box: batches "
+                "above all boxes run eagerly"
             )
 
 
