@@ -281,8 +281,8 @@ _COUNTERS = {  # descriptions, and further labels
         ("mode", "num_tokens", "num_reqs", "uniform", "num_active_loras"),
     ),
     "batches": (
-        "Calls by the batch that was asked for; mixed ones of over 512 tokens as the next multiple "
-        "of 64.",
+        "Calls by the batch that was asked for; uniform: of decode alone, which graphs of mixed "
+        "batches serve, too. Mixed ones of over 512 tokens are the next multiple of 64.",
         ("num_tokens", "uniform", "num_active_loras"),
     ),
     "eager_calls": ("Calls that ran eagerly, by the reason.", ("reason",)),
