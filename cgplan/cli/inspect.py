@@ -21,10 +21,10 @@ from cgplan.optimizer.subset import within_count
 from cgplan.planning import Plan, build_plan
 from cgplan.reports import load_plan, render
 from cgplan.reports.layout import (
+    Facts,
     Grid,
     TextColumn,
     describe_sizes,
-    facts,
     sentences,
     titled,
 )
@@ -107,7 +107,7 @@ def _split_of(loaded: LoadedConfig) -> RenderableType:
         )
         found = describe_split(model, loaded.config, backend)
     if found is None:
-        return facts("Split", [("pieces", "none: no PIECEWISE graph is planned")])
+        return Facts("Split", [("pieces", "none: no PIECEWISE graph is planned")])
     return render(found)
 
 

@@ -23,17 +23,17 @@ from cgplan.reports.layout import (
     Bytes,
     Column,
     Fact,
+    Facts,
     Grid,
     TextColumn,
-    labelled,
     percent,
+    render,
 )
 from cgplan.reports.plan_tables import (
     POINT,
     STEP,
     USES,
     predicted_by,
-    said,
 )
 from cgplan.reports.records import (
     AuditReport,
@@ -51,21 +51,13 @@ from cgplan.reports.run_tables import (
     STALE,
     WATCHED,
     baselines,
-    bench_notes,
     captured,
     coverage,
-    dangling,
-    doctor_notes,
     floor,
-    gain,
     latencies,
-    liveness,
     queued,
-    ready,
-    verdict,
 )
 from cgplan.units import (
-    counted,
     format_bytes,
     format_microseconds,
     format_ratio,
@@ -76,6 +68,7 @@ from cgplan.version import __version__
 
 HERE = Path(__file__).parent
 FILES = ("page.html.j2", "vendor/echarts.min.js", "page.js")
+NOTED = ("warning", "note", "weighed", "outside", "floor")
 ONE_RECTANGLE = 0.98  # share of the largest part: the map would show nothing else
 Chart = Mapping[str, Any]
 Parts = dict[tuple[str, str], int | None]  # bytes by part of the memory and name of the key
@@ -107,7 +100,6 @@ class Page(NamedTuple):
 
     title: str
     lead: str = ""
-    tiles: Sequence[Fact] = ()
     notes: Sequence[Fact] = ()
     sections: Sequence[Section] = ()
     emission: Emission | None = None
@@ -161,141 +153,49 @@ def table_of(rows: Iterable[Any], formats: Mapping[str, Format]) -> Grid:
     return Grid(rows, *columns)
 
 
-@singledispatch
 def page_of(report: Any) -> Page:
-    return Page(f"cgplan {report.kind.replace('_', ' ')}")
-
-
-@page_of.register
-def _beside(both: Beside) -> Page:
-    pages = [page_of(report)._replace(file=file) for file, report in both.reports.items()]
-    return pages[0]._replace(others=pages[1:])
-
-
-@page_of.register
-def _capture(report: CaptureReport) -> Page:
-    records = report.records
+    """With the answer and the notes of the report's text."""
+    if isinstance(report, Beside):
+        pages = [page_of(each)._replace(file=file) for file, each in report.reports.items()]
+        return pages[0]._replace(others=pages[1:])
+    found = list(_facts_in(render(report)))
+    rows: list[Fact] = []
+    for part in found:
+        rows += [row for row in part.rows if row[0] in NOTED]
+    capture = getattr(report, "capture", report)
+    plan = getattr(capture, "plan", report)
+    title = report.kind.replace("_", " ").capitalize()
+    if isinstance(plan, Plan):
+        title += f" of {(plan.config.get('model') or {}).get('target') or plan.mode}"
+    lead = found[0].answer or dict(found[0].rows).get("verdict", "")
+    environment = getattr(capture, "environment", None)
+    if environment:
+        lead += f" {_where(environment)}, torch {environment.torch}."
     return Page(
-        _title("Capture", report.plan),
-        _lead(ready(report), report.environment),
-        [
-            ("keys", count(len(records))),
-            ("graphs", count(report.graphs)),
-            (report.environment.node_name, count(sum(record.nodes or 0 for record in records))),
-            *_costs(report.total_bytes, report.session_seconds),
-        ],
-        labelled("warning", report.warnings) + labelled("note", report.plan.notes),
-        list(_of_capture(report)),
-    )
-
-
-@page_of.register
-def _bench(report: BenchReport) -> Page:
-    capture = report.capture
-    return Page(
-        _title("Bench", capture.plan),
-        _lead(gain(report), report.environment),
-        [
-            ("keys", str(len(capture.records))),
-            *_costs(capture.total_bytes, capture.session_seconds),
-        ],
-        list(bench_notes(report)),
-        [*_of_bench(report), *_of_capture(capture)],
-    )
-
-
-@page_of.register
-def _doctor(report: DoctorReport) -> Page:
-    capture = report.capture
-    source = f"Medians on padding, on {_where(capture.environment)}."
-    sections = list[Section]()
-    if report.rows:
-        sections.append(
-            Section(
-                "Steps",
-                "The model's own code, and a step with graphs.",
-                source,
-                coverage(report),
-            )
-        )
-    return Page(
-        _title("Doctor", capture.plan),
-        _lead(verdict(report), capture.environment),
-        _costs(capture.total_bytes, capture.session_seconds),
-        doctor_notes(report),
-        [
-            *sections,
-            *_floor(report, source),
-            *_of_capture(capture),
-        ],
-    )
-
-
-@page_of.register
-def _plan(plan: Plan) -> Page:
-    graphs = len(plan.keys)
-    tiles = [("graphs", str(graphs))]
-    lead = f"{plan.mode}, {counted(graphs, 'graph')}."
-    if plan.evidence:
-        evidence = Evidence.model_validate(plan.evidence)
-        lead = f"{evidence.verdict[0].upper()}{evidence.verdict[1:]}."
-        expected = evidence.expected_us
-        tiles.append(("expected step", format_microseconds(expected.plan)))
-        if expected.eager is not None:
-            tiles.append(("step without graphs", format_microseconds(expected.eager)))
-    sections = list(_of_plan(plan))
-    if plan.keys:
-        sections.insert(0, _sizes(plan))
-    cost = plan.predicted
-    if cost and plan.keys:
-        tiles += _costs(cost.total_bytes, cost.seconds)
-        sides, source = _predicted(plan)
-        sections.append(_memory(sides, source))
-        seconds = [{"start-up": key.seconds} for key in cost.keys]
-        sections.append(_start_up(plan.keys, seconds, source))
-    notes = said(plan)
-    if plan.emission:
-        notes += labelled("note", plan.emission.notes)
-    return Page(
-        _title("Plan", plan),
+        title,
         lead,
-        tiles,
-        notes,
-        sections,
-        plan.emission,
+        rows,
+        list(sections_of(report)),
+        getattr(report, "emission", None),
     )
 
 
-@page_of.register
-def _audit(report: AuditReport) -> Page:
-    keys = report.keys
-    return Page(
-        f"Audit of {counted(len(keys), 'key')}",
-        _lead(dangling(report), report.environment),
-        [
-            ("findings", count(len(report.findings))),
-            ("nodes", count(sum(key.nodes for key in keys))),
-            ("nodes not read", count(sum(key.opaque for key in keys))),
-            ("pointers", count(sum(key.words for key in keys))),
-        ],
-        labelled("note", report.notes),
-        list(_of_audit(report)),
-    )
-
-
-@page_of.register
-def _watch(report: WatchReport) -> Page:
-    return Page(
-        f"Watch of {counted(len(report.graphs), 'graph')}",
-        _lead(liveness(report), report.environment),
-        notes=labelled("note", report.notes),
-        sections=list(_of_watch(report)),
-    )
+def _facts_in(part: Any) -> Iterator[Facts]:
+    if isinstance(part, Facts):
+        yield part
+    for inner in getattr(part, "renderables", ()):
+        yield from _facts_in(inner)
 
 
 # --- sections -------------------------------------------------------------------------------------
 
 
+@singledispatch
+def sections_of(_: Any) -> Iterator[Section]:
+    yield from ()
+
+
+@sections_of.register
 def _of_capture(report: CaptureReport) -> Iterator[Section]:
     source = f"Measured on {_where(report.environment)}."
     records = report.records
@@ -324,6 +224,7 @@ def _of_capture(report: CaptureReport) -> Iterator[Section]:
         yield from _of_audit(report.audit)
 
 
+@sections_of.register
 def _of_bench(report: BenchReport) -> Iterator[Section]:
     source = f"Medians and p99 of {report.repeats} calls, on {_where(report.environment)}."
     both = ("graph median", "replay median")
@@ -356,6 +257,34 @@ def _of_bench(report: BenchReport) -> Iterator[Section]:
                 chart("lines", "Host, until a call returned", "tokens", "host", by="way"),
             ],
         )
+    yield from _of_capture(report.capture)
+
+
+@sections_of.register
+def _of_doctor(report: DoctorReport) -> Iterator[Section]:
+    source = f"Medians on padding, on {_where(report.capture.environment)}."
+    if report.rows:
+        yield Section(
+            "Steps",
+            "The model's own code, and a step with graphs.",
+            source,
+            coverage(report),
+        )
+    yield from _floor(report, source)
+    yield from _of_capture(report.capture)
+
+
+@sections_of.register
+def _plan(plan: Plan) -> Iterator[Section]:
+    if plan.keys:
+        yield _sizes(plan)
+    yield from _of_plan(plan)
+    cost = plan.predicted
+    if cost and plan.keys:
+        sides, source = _predicted(plan)
+        yield _memory(sides, source)
+        seconds = [{"start-up": key.seconds} for key in cost.keys]
+        yield _start_up(plan.keys, seconds, source)
 
 
 def _floor(report: BenchReport | DoctorReport, source: str) -> Iterator[Section]:
@@ -547,6 +476,7 @@ def _padding(plan: Plan, uses: Sequence[SizeUse]) -> Section:
     )
 
 
+@sections_of.register
 def _of_audit(report: AuditReport) -> Iterator[Section]:
     source = f"Read from the graphs on {_where(report.environment)}."
     if report.findings:
@@ -570,6 +500,7 @@ def _of_audit(report: AuditReport) -> Iterator[Section]:
     yield _owners(report, source)
 
 
+@sections_of.register
 def _of_watch(report: WatchReport) -> Iterator[Section]:
     source = f"Read from the graphs on {_where(report.environment)}."
     if report.stale:
@@ -604,19 +535,6 @@ def _name(key: Key) -> str:
     return f"{Lane.of(*key)}: {key[1].size}"
 
 
-def _title(kind: str, plan: Plan) -> str:
-    return f"{kind} of {(plan.config.get('model') or {}).get('target') or plan.mode}"
-
-
-def _costs(memory: int, seconds: float) -> list[Fact]:
-    return [("memory", format_bytes(memory)), ("start-up", format_seconds(seconds))]
-
-
 def _where(environment: Environment) -> str:
     made = environment.date.replace("T", " ").replace("+00:00", " UTC")
     return f"{environment.device}, {environment.backend}, {made}"
-
-
-def _lead(answer: str, environment: Environment) -> str:
-    lead = f"{answer} {_where(environment)}, torch {environment.torch}"
-    return f"{'; '.join([lead, *environment.notes])}."

@@ -291,25 +291,26 @@ class Drawing:
         yield from self.draw(options.max_width)
 
 
-def facts(
-    title: str,
-    rows: Iterable[Fact],
-    answer: str = "",
-) -> RenderableType:
-    shown = list(rows)
+class Facts:
+    def __init__(self, title: str, rows: Iterable[Fact], answer: str = "") -> None:
+        self.title = title
+        self.rows = list(rows)
+        self.answer = answer
 
-    def draw(width: int) -> Iterator[Text]:
-        lengths = [len(label) for label, _ in shown]
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterator[RenderableType]:
+        yield titled(self.title, sentences(self.answer) if self.answer else None)
+        width = options.max_width
+        lengths = [len(label) for label, _ in self.rows]
         widest = min(max(lengths, default=0), width // 2)
-        for label, value in shown:
+        for label, value in self.rows:
             style = "yellow" if label == "warning" else ""
             labels = _wrapped(label, widest)
             values = _wrapped(value, width - widest - 4)
             for left, right in zip_longest(labels, values, fillvalue=""):
                 head = f"  {left:<{widest}}  "
                 yield _line((head, style or "bold"), (right, style))
-
-    return titled(title, sentences(answer) if answer else None, Drawing(draw))
 
 
 def memory_text(

@@ -31,13 +31,13 @@ from cgplan.reports.layout import (
     Bytes,
     Column,
     Fact,
+    Facts,
     Grid,
     Microseconds,
     Seconds,
     Share,
     TextColumn,
     describe_sizes,
-    facts,
     figures,
     labelled,
     memory_text,
@@ -93,7 +93,7 @@ USES = (TextColumn("graph", _used), Share("steps", "share"), Share("padding"))
 def brief(plan: Plan) -> RenderableType:
     """A plan on one screen, and what one pastes into an engine."""
     if not plan.evidence:
-        return stacked(facts("Plan", [*_rows(plan), *said(plan, brief=True)]), _to_paste(plan))
+        return stacked(Facts("Plan", [*_rows(plan), *said(plan, brief=True)]), _to_paste(plan))
     evidence = Evidence.model_validate(plan.evidence)
     return stacked(*_answer(plan, evidence, whole=False), _to_paste(plan))
 
@@ -105,11 +105,11 @@ def _plan(plan: Plan) -> RenderableType:
     if plan.keys and len(plan.config.get("dims") or ()) < 2:
         padding = _padding(plan)
     if not plan.evidence:
-        return stacked(facts("Plan", [*rows, *said(plan)]), padding, _to_paste(plan))
+        return stacked(Facts("Plan", [*rows, *said(plan)]), padding, _to_paste(plan))
     evidence = Evidence.model_validate(plan.evidence)
     return stacked(
         *_answer(plan, evidence, whole=True),
-        facts("Graphs", rows),
+        Facts("Graphs", rows),
         padding,
         *_details(evidence),
         _to_paste(plan),
@@ -120,7 +120,7 @@ def _to_paste(plan: Plan) -> RenderableType | None:
     emission = plan.emission
     if not emission:
         return None
-    notes = facts(emission.title, labelled("note", emission.notes))
+    notes = Facts(emission.title, labelled("note", emission.notes))
     return Group(notes, verbatim(emission.block))
 
 
@@ -351,7 +351,7 @@ def _answer(
     rows += [row for row in head_rows(plan) if row[0] == "mode"]
     if sizes:
         rows.append(("sizes", sizes))
-    yield facts(_headline(plan, evidence), rows)
+    yield Facts(_headline(plan, evidence), rows)
     if not evidence.graphs:
         yield Text("No graph: every batch runs eagerly.")
     yield _ladders(evidence)
@@ -374,7 +374,7 @@ def _answer(
         Column("tokens/s", "service.tokens_per_s", "{:.0f}".format),
         words=extrapolated,
     )
-    yield facts("Why", [*_reasons(plan, evidence), *told])
+    yield Facts("Why", [*_reasons(plan, evidence), *told])
 
 
 def _loads(loads: Sequence[LoadPoint]) -> RenderableType | None:
@@ -425,7 +425,7 @@ def _details(evidence: Evidence) -> Iterator[RenderableType | None]:
         rows = [
             (f"{part.lane} {describe_sizes(part.sizes)}", part.reason) for part in evidence.failed
         ]
-        yield facts("Could not be captured, so the plan does without", rows)
+        yield Facts("Could not be captured, so the plan does without", rows)
     yield figures(
         "Left out, of the sizes that the configuration has without traffic",
         evidence.left_out,
@@ -581,7 +581,7 @@ def _check(check: PlanCheck) -> RenderableType:
     )
     words = "at own size: in a graph of the batch's size; lost: to padding, of all time"
     return stacked(
-        facts("Check", rows),
+        Facts("Check", rows),
         Group(_beside(check.points, *regrets), sentences(regret_words)),
         Group(uses, sentences(words)),
     )
@@ -632,7 +632,7 @@ def render_difference(
         Column("share", "4"),
     )
     return stacked(
-        facts(f"{old} -> {new}", rows),
+        Facts(f"{old} -> {new}", rows),
         lanes,
         both,
     )
@@ -701,4 +701,4 @@ def _replan(report: ReplanReport) -> RenderableType:
         "captured",
         "wanted",
     )
-    return stacked(difference, facts("Replan", rows))
+    return stacked(difference, Facts("Replan", rows))

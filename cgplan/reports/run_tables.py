@@ -13,6 +13,7 @@ from cgplan.reports.layout import (
     Bytes,
     Column,
     Fact,
+    Facts,
     Grid,
     Microseconds,
     Seconds,
@@ -20,7 +21,6 @@ from cgplan.reports.layout import (
     TextColumn,
     describe_lanes,
     describe_sizes,
-    facts,
     figures,
     labelled,
     memory_text,
@@ -79,10 +79,10 @@ _READ = (
 
 @render.register
 def _capture(report: CaptureReport) -> RenderableType:
-    head = facts("Capture", _capture_rows(report), ready(report))
+    head = Facts("Capture", _capture_rows(report), ready(report))
     made = environment(report.environment)
     if not report.records:
-        return stacked(head, facts("Graphs: none", _totals(report)), made)
+        return stacked(head, Facts("Graphs: none", _totals(report)), made)
     predicted = list(_prediction(report))
     split = None
     if report.split:
@@ -92,9 +92,9 @@ def _capture(report: CaptureReport) -> RenderableType:
         captured(report),
         split,
         _state(report),
-        facts("Prediction", predicted) if predicted else None,
+        Facts("Prediction", predicted) if predicted else None,
         _ranks(report.ranks),
-        facts("Totals", _totals(report)),
+        Facts("Totals", _totals(report)),
         made,
     )
 
@@ -143,7 +143,7 @@ def environment(found: Environment) -> RenderableType:
         ("versions", ", ".join(known)),
         ("made", f"{found.date}, config {found.config_hash}".removesuffix(", config ")),
     ]
-    return facts("Environment", rows)
+    return Facts("Environment", rows)
 
 
 def captured(report: CaptureReport) -> Grid:
@@ -178,7 +178,7 @@ def _split(split: SplitRecord) -> RenderableType:
         if counts:
             calls = [f"{name} x{n}" if n > 1 else name for name, n in counts.items()]
             rows.append((side, ", ".join(calls)))
-    return facts("Split", rows)
+    return Facts("Split", rows)
 
 
 def _state(report: CaptureReport) -> RenderableType | None:
@@ -329,7 +329,7 @@ def _by_lane(keys: Sequence[Key]) -> str:
 
 @render.register
 def _bench(report: BenchReport) -> RenderableType:
-    head = facts("Bench", _bench_rows(report), gain(report))
+    head = Facts("Bench", _bench_rows(report), gain(report))
     made = environment(report.environment)
     if not report.records:
         return stacked(head, made)
@@ -493,7 +493,7 @@ def _against_baselines(report: BenchReport) -> Iterator[RenderableType]:
     took = measured.capture_seconds
     own = "failed" if took is None else f"{format_seconds(took)}, {measured.keys} keys"
     calls = f"{measured.rounds} rounds, {measured.repeats} calls of each way and size"
-    yield facts(
+    yield Facts(
         "Against baselines",
         [
             ("order", f"random, seed {measured.seed}; {calls}"),
@@ -531,7 +531,7 @@ def _against_baselines(report: BenchReport) -> Iterator[RenderableType]:
     )
     rows = [(f"{name} {describe_sizes(sizes)}", str(why)) for (name, why), sizes in reasons.items()]
     if rows:
-        yield facts("Not comparable", rows)
+        yield Facts("Not comparable", rows)
 
 
 def baselines(measured: BaselinesRecord) -> Grid:
@@ -561,7 +561,7 @@ def _doctor(report: DoctorReport) -> RenderableType:
     rows = head_rows(capture.plan) + doctor_notes(report)
     least = floor(report)
     return stacked(
-        facts("Doctor", rows, verdict(report)),
+        Facts("Doctor", rows, verdict(report)),
         coverage(report) if report.rows else None,
         titled(FLOOR, least) if least else None,
         environment(capture.environment),
@@ -610,7 +610,7 @@ def verdict(report: DoctorReport) -> str:
 @render.register
 def _audit(report: AuditReport) -> RenderableType:
     return stacked(
-        facts("Audit", _looked_at(report, report.keys), dangling(report)),
+        Facts("Audit", _looked_at(report, report.keys), dangling(report)),
         _findings(report) if report.findings else None,
         titled("Owners", _owners(report.owners)),
         figures(
@@ -687,7 +687,7 @@ def _watch(report: WatchReport) -> RenderableType:
         kept = format_bytes(nodes * _RAW_NODE)
         rows.insert(1, ("raw graphs", f"the watch keeps them: about {kept} of host memory"))
     return stacked(
-        facts("Watch", rows, liveness(report)),
+        Facts("Watch", rows, liveness(report)),
         figures("Stale", report.stale, *STALE),
         figures("Graphs", report.graphs, *WATCHED),
         titled("Owners", _owners(report.owners)) if report.graphs else None,

@@ -750,7 +750,7 @@ def shown(records):
     refused = table_of(refused, dict.fromkeys(("model", "way", "error"), str))
     sections.append(Section("Refused, and why", "Ways that did not capture a model.", source, refused))
     lines = list(summary(records))
-    return html_of(Page("The model zoo", source, [], [("", text) for text in lines], sections), "\n".join(lines))
+    return html_of(Page("The model zoo", source, [("", text) for text in lines], sections), "\n".join(lines))
 
 
 def parse(arguments, known):
