@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise, product
 from math import prod
 
@@ -107,52 +108,27 @@ def refuse_auto(compilation: CompilationConfig) -> None:
         )
 
 
-def vllm(maximum: int) -> Sizes:
-    """1, 2, 4, 8..255 by 8, and from 256 by 16; the maximum only if it is on the stride."""
-    return _by_strides(maximum, {8: 8, 256: 16})
-
-
-def sglang(maximum: int) -> Sizes:
-    """1, 2, 4, 8, 12, 16..256 by 8, 272..496 by 16, from 512 by 32, and the maximum."""
-    strides = {8: 4, 16: 8, 256: 16, 512: 32}
-    return _with(maximum, _by_strides(maximum, strides))
-
-
-def trtllm(maximum: int) -> Sizes:
-    """1, 2, 4, 8..128 by 8, from 128 by 64, and the maximum."""
-    return _with(maximum, _by_strides(maximum, {8: 8, 128: 64}))
-
-
-def powers_of_two(maximum: int) -> Sizes:
-    """1, 2, 4, 8, ... and the maximum."""
-    return _with(maximum, _powers(maximum))
-
-
-def _powers(most: int) -> list[int]:
-    return [1 << k for k in range(most.bit_length())]
-
-
 def _by_strides(
-    maximum: int,
     strides: Mapping[int, int],
+    maximum: int,
+    *,
+    is_ended: bool = True,
 ) -> Sizes:
-    """1, 2, 4, and from each first size by its stride, up to the next."""
-    sizes = [1, 2, 4]
+    """1, 2, 4, and from each first size by its stride, up to the next; ended by the maximum."""
+    sizes = {1, 2, 4}
+    if is_ended:
+        sizes.add(maximum)
     firsts = [*strides, max(maximum, *strides) + 1]
     for first, end in pairwise(firsts):
-        sizes += range(first, end, strides[first])
-    return tuple(size for size in sizes if size <= maximum)
-
-
-def _with(maximum: int, sizes: Sequence[int]) -> Sizes:
-    return tuple(sorted({*sizes, maximum}))
+        sizes.update(range(first, end, strides[first]))
+    return tuple(sorted(size for size in sizes if size <= maximum))
 
 
 LADDERS: Mapping[str, Ladder] = {
-    "vllm": vllm,
-    "sglang": sglang,
-    "trtllm": trtllm,
-    "powers_of_two": powers_of_two,
+    "vllm": partial(_by_strides, {8: 8, 256: 16}, is_ended=False),
+    "sglang": partial(_by_strides, {8: 4, 16: 8, 256: 16, 512: 32}),
+    "trtllm": partial(_by_strides, {8: 8, 128: 64}),
+    "powers_of_two": partial(_by_strides, {1 << k: 1 << k for k in range(3, 21)}),
 }
 
 
@@ -247,15 +223,16 @@ def ladder_sizes(
     asked = config.compilation.max_cudagraph_capture_size
     wanted = min(2 * q * seqs, largest) if asked is None else asked
     maximum = min(wanted, tokens)
+    ladder = LADDERS[name]
     source = f"ladder {name} up to {maximum}"
     if name != "vllm":  # their sizes are request counts
-        requests = LADDERS[name](maximum // q) if maximum >= q else ()
+        requests = ladder(maximum // q) if maximum >= q else ()
         return CaptureSizes(tuple(q * number for number in requests), source)
-    sizes = {*vllm(maximum), tokens, *range(1, every + 1)}
+    sizes = {*ladder(maximum), tokens, *range(1, every + 1)}
     if asked is None:  # decode batches of all requests
         sizes.add(q * seqs)
         if q > 1:
-            sizes.update(q * number for number in vllm(seqs))
+            sizes.update(q * number for number in ladder(seqs))
     kept = tuple(sorted(size for size in sizes if size <= maximum))
     warnings = []
     if asked is not None and kept[-1] != asked:
@@ -276,7 +253,7 @@ def lora_cases(config: Config) -> Sizes:
         return (most + 1,)
     if not (has_own and config.lora.specialize_active_lora):
         return (0, most + 1)
-    return (0, *_powers(most), most + 1)
+    return (0, *(1 << k for k in range(most.bit_length())), most + 1)
 
 
 def build_plan(config: Config) -> Plan:
@@ -294,17 +271,15 @@ def build_plan(config: Config) -> Plan:
     speculative = config.speculative
     draft_prefill: tuple[Key, ...] = ()
     draft_decode: tuple[Key, ...] = ()
-    if rules == "vllm_v1":
-        keys = _keys(config, mode, sizes.sizes, cases)
-    else:
-        widest = config.query_len if speculative.varlen_decode else None
-        keys = _v2_keys(config, mode, sizes.sizes, cases, max_query_len=widest)
-        if speculative.has_draft_graphs:
-            draft_prefill = _v2_keys(config, mode, sizes.sizes, (0,))
-        if speculative.has_draft_graphs and speculative.num_speculative_tokens > 1:
-            full = mode.decode_mode() is CUDAGraphMode.FULL
-            draft_mode = CUDAGraphMode.FULL_DECODE_ONLY if full else CUDAGraphMode.NONE
-            draft_decode = _v2_keys(config, draft_mode, sizes.sizes, (0,), query_len=1)
+    is_v2 = rules == "vllm_v2"
+    widest = config.query_len if is_v2 and speculative.varlen_decode else None
+    keys = _keys(config, mode, sizes.sizes, cases, max_query_len=widest)
+    if is_v2 and speculative.has_draft_graphs:
+        draft_prefill = _keys(config, mode, sizes.sizes, (0,))
+        is_full = mode.decode_mode() is CUDAGraphMode.FULL
+        if is_full and speculative.num_speculative_tokens > 1:
+            one = CUDAGraphMode.FULL_DECODE_ONLY
+            draft_decode = _keys(config, one, sizes.sizes, (0,), query_len=1)
     unused = _unused(config, mode, sizes.sizes, keys)
     return Plan(
         requested_mode=config.compilation.cudagraph_mode,
@@ -335,37 +310,16 @@ def _keys(
     mode: CUDAGraphMode,
     sizes: Sequence[int],
     cases: Sequence[int],
-) -> tuple[Key, ...]:
-    seqs = config.scheduler.max_num_seqs
-    q = config.query_len
-    keys: list[Key] = []
-    for lane, box in product(lanes_of(mode, cases), _boxes(config, sizes)):
-        tokens, *others = box
-        if not lane.uniform or q <= tokens <= q * seqs:
-            key = lane.key(
-                tokens,
-                q,
-                seqs,
-                tuple(others),
-            )
-            keys.append(key)
-    return capture_order(keys)
-
-
-def _v2_keys(
-    config: Config,
-    mode: CUDAGraphMode,
-    sizes: Sequence[int],
-    cases: Sequence[int],
     *,
     query_len: int | None = None,
     max_query_len: int | None = None,
 ) -> tuple[Key, ...]:
-    """What vLLM's model runner V2 captures, in its order: decode graphs for whole requests of
+    """By vLLM's model runner V1, or by V2, in its order: decode graphs for whole requests of
     ``query_len`` tokens, or for requests of up to ``max_query_len``; mixed graphs for the sizes as
     they are.
     """
-    if len(config.dim_names) > 1:
+    is_v2 = config.compilation.key_rules == "vllm_v2"
+    if is_v2 and len(config.dim_names) > 1:
         raise ConfigError(
             f"key_rules vllm_v2 know one dimension; dims names {', '.join(config.dim_names)}",
             remedy="Use key_rules: vllm_v1 for batches with several sizes.",
@@ -373,23 +327,27 @@ def _v2_keys(
     seqs = config.scheduler.max_num_seqs
     q = query_len or config.query_len
     keys = dict[Key, None]()  # in order; two sizes may round up to the same
-    for lane, tokens in product(lanes_of(mode, cases), sizes):
-        if not lane.uniform:
-            keys[lane.key(tokens, q, seqs)] = None
-        elif max_query_len is None:
-            whole = -(-tokens // q) * q
-            if whole <= min(q * seqs, sizes[-1]):
-                keys[lane.key(whole, q, seqs)] = None
-        elif tokens <= q * seqs:
-            reqs = min(tokens, seqs)
-            _, key = lane.key(tokens, q, seqs)
+    for lane, box in product(lanes_of(mode, cases), _boxes(config, sizes)):
+        tokens, *others = box
+        if lane.uniform:
+            if is_v2 and not max_query_len:
+                tokens = -(-tokens // q) * q
+            if tokens > min(q * seqs, sizes[-1]) or not (max_query_len or tokens >= q):
+                continue
+        _, key = lane.key(
+            tokens,
+            q,
+            seqs,
+            tuple(others),
+        )
+        if lane.uniform and max_query_len:
             key = key._replace(
-                num_reqs=reqs,
+                num_reqs=min(tokens, seqs),
                 uniform=False,
                 max_query_len=max_query_len,
             )
-            keys[lane.mode, key] = None
-    return tuple(sorted(keys, key=_v2_place))
+        keys[lane.mode, key] = None
+    return tuple(sorted(keys, key=_v2_place)) if is_v2 else capture_order(keys)
 
 
 def _v2_place(key: Key) -> tuple[bool, int]:
