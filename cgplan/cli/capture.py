@@ -20,7 +20,6 @@ from cgplan.cli.output import (
     note,
     prints_aside,
     progress,
-    publish,
     save,
 )
 from cgplan.cli.plan import announcements
@@ -74,7 +73,6 @@ def run(
     prepared: Prepared,
     make: Callable[[GraphRunner], Report] | None = None,
 ) -> None:
-    """Capture, and publish the command's report, or that of ``make``."""
     make = make or REPORTS[command]
     trace = Trace()
     with prints_aside(), ExitStack() as stack:
@@ -91,7 +89,7 @@ def run(
     if is_first_rank():
         if request.trace:
             save(request.trace, trace.to_json())
-        publish(report, request.output, as_json=request.as_json, html=request.html)
+        request.publish(report)
     if isinstance(report, AuditReport) and report.findings:
         raise audit_error(report)
 

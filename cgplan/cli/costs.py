@@ -27,15 +27,12 @@ _REMEDY = (
 
 
 class Priced(NamedTuple):
-    """Costs of graphs, if known; the caller shows their notes."""
-
     costs: GraphCosts | None
     machine: Machine | None = None  # of the measurement, with a GPU
     failed: Mapping[Key, str] = MappingProxyType({})  # keys of the report without a graph, and why
     kv_token_bytes: int = 0  # if known
 
     def plan_of(self, plan: Plan) -> Plan:
-        """The plan with the cost of its graphs."""
         predicted = None if self.costs is None else self.costs.of(plan.keys)
         return plan.changed(predicted=predicted, machine=self.machine)
 

@@ -35,7 +35,6 @@ from cgplan.cli.output import (
     has_ranks,
     is_first_rank,
     note,
-    publish,
     save,
     show,
     shows_progress,
@@ -312,7 +311,7 @@ def plan_check(
     """Try a saved plan on other traffic, beside the best plans for it and the ladders."""
     from cgplan.cli.plan import run_check
 
-    run_check(plan, loads, max_regret, as_json=shown.as_json)
+    run_check(plan, loads, max_regret, shown)
 
 
 @command(
@@ -355,7 +354,7 @@ def inspect(request: InspectRequest, engine: VllmOptions) -> None:
         if other:
             reports[str(other)] = load_report(other, first.kind)
         found = Beside(reports=reports) if other else first
-        publish(found, None, as_json=request.as_json, html=request.html)
+        request.publish(found)
         return
     from cgplan.cli.inspect import inspect_config
 

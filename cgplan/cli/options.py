@@ -9,12 +9,23 @@ from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
-from typer import Argument, BadParameter, Option
+from typer import Argument, BadParameter, Option, echo
 
-from cgplan.cli.output import check_outputs, failures_reported, has_ranks, is_first_rank, tell
+from cgplan.cli.output import (
+    check_outputs,
+    failures_reported,
+    has_ranks,
+    is_first_rank,
+    save,
+    show,
+    tell,
+)
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from cgplan.config import LoadedConfig, Override
+    from cgplan.config.values import Record
     from cgplan.planning import Plan
     from cgplan.planning.engines import Engine, VllmConfig
     from cgplan.traffic.histogram import Goal
@@ -47,7 +58,6 @@ class EngineName(StrEnum):
 
 
 def option(words: str, *names: str, default: object = None, kind: Any = Option, **more: Any) -> Any:
-    """A field of a group; ``words`` is its help."""
     return field(default=default, metadata={"typer": kind(*names, help=words, **more)})
 
 
@@ -97,7 +107,6 @@ class _Always:
 
 
 def numbers(text: str) -> tuple[float, ...]:
-    """Numbers above 0 between commas."""
     try:
         found = tuple(map(float, text.split(",")))
     except ValueError:
@@ -118,7 +127,6 @@ def whole(text: str, least: int = 0) -> int:
 
 
 def share(text: str) -> float:
-    """``1%`` or ``0.01``."""
     try:
         found = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
@@ -129,7 +137,6 @@ def share(text: str) -> float:
 
 
 def goal(text: str) -> "Goal":
-    """``tpot_p99=30ms``."""
     names = GOALS.replace(", ", "|")
     found = re.fullmatch(rf"({names})=([0-9]+(?:\.[0-9]+)?)(us|ms|s)", text)
     if found is None or float(found[2]) <= 0:
@@ -169,7 +176,7 @@ def gib(text: str) -> float:
 
 
 def traffic_file(text: str) -> tuple[Path, float]:
-    """A file, and how much faster its requests come: ``trace.csv@2x``."""
+    """As ``trace.csv@2x``: its requests come twice as fast."""
     name, _, faster = text.rpartition("@")
     if name and faster.endswith("x") and not Path(text).exists():
         return Path(name), numbers(faster[:-1])[0]
@@ -196,13 +203,39 @@ TRAFFIC = partial(
 
 @dataclass
 class Shown:
+    output: Path | None = None
+    html: Path | None = None
     as_json: bool = JSON()
+
+    def publish(self, report: "Record", text: "RenderableType | None" = None) -> None:
+        """Save a report as JSON and as HTML, and show it, or ``text``, even if that fails."""
+        from cgplan.reports import render, render_text
+
+        content = report.model_dump_json(indent=2)
+        try:
+            if self.output:
+                save(self.output, f"{content}\n")
+            if self.html:
+                from cgplan.reports.html import html_of, page_of
+
+                save(self.html, html_of(page_of(report), render_text(report)))
+        finally:
+            if self.as_json:
+                text = content
+            if isinstance(text, str):
+                echo(text)
+            else:
+                show(text or render(report))
+
+
+@dataclass
+class Saved(Shown):
+    output: Path | None = OUTPUT()
+    html: Path | None = HTML()
 
 
 @dataclass
 class Given:
-    """A configuration and overrides."""
-
     file: Path | None = file_option("The YAML configuration, in place of --config.", kind=Argument)
     config: Path | None = file_option("The YAML configuration.", "--config", "-c", parser=yaml_file)
     overrides: list[str] | None = option(
@@ -243,18 +276,13 @@ class Prepared(NamedTuple):
 
 
 @dataclass
-class DoctorRequest(Given):
-    """The options of `doctor`."""
-
+class DoctorRequest(Saved, Given):
     plan: Path | None = None
     force: bool = False
     device: str | None = option(
         "Short for --set device=DEVICE: auto, cpu, cuda, cuda:N.", "--device", metavar="DEVICE"
     )
-    output: Path | None = OUTPUT()
     trace: Path | None = None
-    html: Path | None = HTML()
-    as_json: bool = JSON()
 
     def prepare(self) -> Prepared:
         """Read the files, and refuse what can be refused before torch is loaded."""
@@ -299,10 +327,7 @@ class AuditRequest(DoctorRequest):
 
 
 @dataclass
-class WatchRequest:
-    output: Path | None = OUTPUT()
-    html: Path | None = HTML()
-    as_json: bool = JSON()
+class WatchRequest(Saved):
     fail_on_stale: bool = flag(
         "Exit with 25 for any stale pointer, also into memory that something holds.",
         "--fail-on-stale",
@@ -315,8 +340,6 @@ class WatchRequest:
 
 @dataclass
 class CaptureRequest(DoctorRequest):
-    """The options of `capture` and `bench`."""
-
     plan: Path | None = file_option("Capture exactly the keys of this saved plan.")
     force: bool = flag("With --plan: capture a plan that was made for something else.", "--force")
     trace: Path | None = file_option("Also save a trace of captures and calls, for Perfetto.")
@@ -324,7 +347,7 @@ class CaptureRequest(DoctorRequest):
 
 
 @dataclass
-class PlanRequest(Given):
+class PlanRequest(Saved, Given):
     file: Path | None = option("", hidden=True)
     costs: str | None = COSTS()
     max_graphs: int | None = count("Short for --set budget.max_graphs=N.")
@@ -339,14 +362,10 @@ class PlanRequest(Given):
     assume_default_times: bool = flag(
         "With --emit: take the default step times, of another model.", "--assume-default-times"
     )
-    html: Path | None = HTML()
     verbose: bool = flag("Show everything: curve, padding, sizes left out.", "--verbose", "-v")
-    output: Path | None = OUTPUT()
-    as_json: bool = JSON()
 
     @property
     def engine(self) -> "Engine | None":
-        """Whose graphs are planned."""
         if self.emit is None:
             return None if self.sglang is None else "sglang"
         asked: Engine | Literal["json"] = self.emit.value
@@ -354,7 +373,7 @@ class PlanRequest(Given):
 
 
 @dataclass
-class InspectRequest(Given):
+class InspectRequest(Saved, Given):
     file: Path | None = option(
         "A saved report or plan (JSON), shown again; or a YAML file.",
         metavar="REPORT",
@@ -366,14 +385,11 @@ class InspectRequest(Given):
         "With --config: build the model, and show how PIECEWISE would split it.", "--split"
     )
     costs: str | None = COSTS()
-    html: Path | None = HTML()
-    as_json: bool = JSON()
+    output: Path | None = None
 
 
 @dataclass
 class Loads:
-    """Traffic; the options of `plan check`."""
-
     traffic: list[Any] | None = TRAFFIC(default=...)
     weights: Any = option(
         "Of several files of traffic, such as 3,1.", metavar="LIST", parser=numbers
@@ -407,7 +423,6 @@ class Loads:
 
     @property
     def is_recorded(self) -> bool:
-        """Whether no option changes the traffic."""
         is_default = self.objective is Objective.robust
         said = self.weights or self.insurance is not None or not is_default
         speeds = [self.replicas or 1, *self.scales, *(speed for _, speed in self.files)]
@@ -416,8 +431,6 @@ class Loads:
 
 @dataclass
 class PlannedLoads(Loads):
-    """The options of `plan`."""
-
     traffic: list[Any] | None = TRAFFIC()
     objective: Objective = option(
         "mean: of the loads given; robust: so that 2 and 4 times the load, and the p99 of decode, "

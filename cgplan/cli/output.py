@@ -1,4 +1,4 @@
-"""Standard output, files, notes, progress and exit codes."""
+"""Output, files, progress and exit codes."""
 
 from __future__ import annotations
 
@@ -25,8 +25,6 @@ from cgplan.units import format_seconds
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from cgplan.config.values import Record
-
 INTERNAL_EXIT_CODE = 1
 INTERRUPTED_EXIT_CODE = 130  # 128 + SIGINT, as shells count
 PLAIN_LINES = 10
@@ -35,7 +33,7 @@ shows_progress = ContextVar("cgplan_shows_progress", default=True)
 
 
 def note(text: str) -> None:
-    """Lines for people, on standard error, without control characters."""
+    """On standard error, without control characters."""
     plain = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
     typer.echo(wrapped(plain), err=True)
 
@@ -51,7 +49,6 @@ def tell(
 
 
 def show(*tables: RenderableType | None) -> None:
-    """Print tables in the terminal's width and colours, or as plain text."""
     from rich.console import Console
 
     from cgplan.reports.layout import TEXT_WIDTH, plain_text
@@ -68,35 +65,10 @@ def show(*tables: RenderableType | None) -> None:
             typer.echo(plain_text(renderable, width))
 
 
-def publish(
-    report: Record,
-    output: Path | None,
-    *,
-    as_json: bool,
-    html: Path | None = None,
-    shown: RenderableType | None = None,
+def check_outputs(
+    outputs: Iterable[Path | None],
+    inputs: Iterable[Path | str | None],
 ) -> None:
-    """Save a report as JSON and as HTML, and show it, or ``shown``, even if that fails."""
-    from cgplan.reports import render, render_text
-
-    text = report.model_dump_json(indent=2)
-    try:
-        if output:
-            save(output, f"{text}\n")
-        if html:
-            from cgplan.reports.html import html_of, page_of
-
-            save(html, html_of(page_of(report), render_text(report)))
-    finally:
-        if as_json:
-            shown = text
-        if isinstance(shown, str):
-            typer.echo(shown)
-        else:
-            show(shown or render(report))
-
-
-def check_outputs(outputs: Iterable[Path | None], inputs: Iterable[Path | str | None]) -> None:
     """Raise OutputPathError for a file that is an input, is named twice, or cannot be written."""
     import tempfile  # 2 ms
 
@@ -188,10 +160,11 @@ def section_of(error: type[CgplanError]) -> str:
 
 
 def wrapped(text: str) -> str:
-    """Lines in the terminal's width; long paths stay whole."""
-    wrapper = textwrap.TextWrapper(
-        get_terminal_size().columns, break_long_words=False, break_on_hyphens=False
-    )
+    """In the terminal's width; long paths stay whole."""
+    columns = get_terminal_size().columns
+    wrapper = textwrap.TextWrapper(columns)
+    wrapper.break_long_words = False
+    wrapper.break_on_hyphens = False
     lines = []
     for line in text.splitlines():
         _, indent, label, rest = re.split(r"^( *)((?:\S+: )?)", line)
@@ -214,7 +187,7 @@ def is_first_rank() -> bool:
 
 @contextmanager
 def progress(doing: str) -> Iterator[Step]:
-    """A terminal shows one changing line, other outputs about ten; none if ``doing`` is empty."""
+    """One changing line in a terminal, else about ten; none if ``doing`` is empty."""
     from rich.console import Console
     from rich.text import Text
 

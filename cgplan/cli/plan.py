@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cgplan.cli.costs import Priced, about, costs_of
-from cgplan.cli.options import EngineName, Loads, ModeChoice, Objective, PlanRequest
+from cgplan.cli.options import EngineName, Loads, ModeChoice, Objective, PlanRequest, Shown
 from cgplan.cli.output import (
     check_outputs,
     note,
-    publish,
     tell,
 )
 from cgplan.config import (
@@ -114,7 +113,7 @@ def run_plan(
     if plans_for and may_be_emitted and not doubt:
         plan = with_emission(plan, plans_for, parallelism)
     shown = _shown(plan, request)
-    publish(plan, request.output, as_json=request.as_json, html=request.html, shown=shown)
+    request.publish(plan, shown)
     missed = evidence.get("slo_missed")
     if missed is not None:
         raise RegretError(
@@ -126,7 +125,6 @@ def run_plan(
 
 
 def _shown(plan: Plan, request: PlanRequest) -> RenderableType | None:
-    """What ``--emit`` asks for, with notes on standard error, or the report."""
     if request.emit is EngineName.json:
         return sizes_by_lane(plan)
     emission = plan.emission
@@ -142,8 +140,7 @@ def run_check(
     path: Path,
     loads: Loads,
     max_regret: float | None,
-    *,
-    as_json: bool,
+    shown: Shown,
 ) -> None:
     """Show a plan on other traffic. Raises RegretError where it misses its SLO, or beyond
     ``max_regret``.
@@ -177,7 +174,7 @@ def run_check(
     sources = _sources(config, loads, plan, rules["replicas"])
     planner = Planner(times, sources, **rules)
     check = planner.check(config, plan)
-    publish(check, None, as_json=as_json)
+    shown.publish(check)
     if check.slo_missed:
         raise RegretError(
             f"{path} on {check.traffic_source} misses its SLO: {check.slo_missed}",
@@ -232,7 +229,6 @@ def _check_loads(config: Config, loads: Loads) -> None:
 
 
 def _refuse_varlen(config: Config) -> None:
-    """Raise PlanError for graphs of decode batches whose requests have any number of tokens."""
     if config.speculative.varlen_decode and config.compilation.key_rules == "vllm_v2":
         raise PlanError(
             "graphs of speculative.varlen_decode are neither planned for traffic nor emitted",
@@ -420,7 +416,6 @@ def _sources(
     plan: Plan,
     replicas: int,
 ) -> list[tuple[Source, float]]:
-    """(load, weight): each file, or the `traffic` section, at each speed."""
     from cgplan.traffic.files import read_traffic, synthetic_requests
     from cgplan.traffic.simulation import RequestTrace
 

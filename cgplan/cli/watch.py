@@ -13,8 +13,8 @@ from typing import TextIO
 
 from typer import Exit
 
-from cgplan.cli.options import WatchRequest
-from cgplan.cli.output import is_first_rank, note, publish
+from cgplan.cli.options import Shown, WatchRequest
+from cgplan.cli.output import is_first_rank, note
 from cgplan.errors import AuditError, ModelError
 from cgplan.reports import load_report
 from cgplan.reports.records import WatchReport
@@ -45,12 +45,8 @@ def run_watch(
             graphs = counted(len(report.graphs), "graph")
             note(f"process {process}, {graphs}, {counted(len(report.stale), 'stale tensor')}")
         if is_saved or not request.as_json:
-            publish(
-                report,
-                request.output if is_saved else None,
-                as_json=request.as_json,
-                html=request.html if is_saved else None,
-            )
+            shown = request if is_saved else Shown()
+            shown.publish(report)
         is_saved = False
     if code:
         note(f"cgplan watch: the command ended with exit code {code}.")

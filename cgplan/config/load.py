@@ -185,8 +185,6 @@ def validate_config(data: Mapping[str, Any]) -> Config:
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses keys that stand twice, and documents that are too large."""
-
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self.lines: dict[Path_, int] = {}  # from 1

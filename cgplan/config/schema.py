@@ -94,7 +94,6 @@ class Extent:
         return self.at({"num_tokens": num_tokens, "num_reqs": num_reqs})
 
     def at(self, sizes: Mapping[str, int]) -> int:
-        """The length for sizes by name."""
         if self.symbol is None:
             return self.offset
         return self.factor * sizes[self.symbol] + self.offset
@@ -247,7 +246,6 @@ class Dim(Section, metaclass=_Named):
 
     @property
     def top(self) -> int:
-        """The largest capture size."""
         return -(-self.max // self.multiple_of) * self.multiple_of
 
 

@@ -20,7 +20,6 @@ class InputGuess(NamedTuple):
 
 
 def starting_yaml(target: str, kwargs: Mapping[str, Any], inputs: Sequence[InputGuess]) -> str:
-    """A commented configuration that plans as it is. Ends with a newline."""
     model: dict[str, Any] = {"target": target}
     hint = "  # kwargs: {hidden_size: 64}       # keyword arguments of the target\n"
     if kwargs:

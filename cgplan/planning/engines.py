@@ -182,7 +182,6 @@ def read_vllm(
 def _runner(
     asked: Literal["v1", "v2"] | None, method: Method | None
 ) -> tuple[Literal["v1", "v2"], str]:
-    """The model runner that vLLM takes, and why."""
     if method in _METHODS_OF_V1:
         if asked == "v2":
             raise ConfigError(
@@ -257,7 +256,6 @@ def _lost(asked: Config, plan: Plan) -> Iterator[str]:
 
 
 def describe_batches(plan: Plan) -> Iterator[str]:
-    """Sentences on the batches that run in graphs, and eagerly."""
     q, tokens = plan.query_len, plan.max_num_batched_tokens
     decode = _modes_of(plan, q, min(plan.max_num_seqs, tokens // q), uniform=True)
     yield f"decode batches, by requests of {counted(q, 'token')}: {decode}"
@@ -574,7 +572,6 @@ def _trtllm(plan: Plan) -> Emission:
 
 
 def sizes_by_lane(plan: Plan) -> str:
-    """In JSON."""
     lanes = []
     for lane, sizes in plan.lanes().items():
         lanes.append(json.dumps({**lane._asdict(), "mode": lane.mode.name, "sizes": sizes}))

@@ -58,8 +58,6 @@ Key = tuple[Mode, Descriptor]
 
 
 class PlanChange(Record):
-    """One step of mode resolution."""
-
     requested: Mode
     resolved: Mode
     reason: str
@@ -109,7 +107,6 @@ class Lane(NamedTuple):
         max_num_seqs: int,
         sizes: tuple[int, ...] = (),
     ) -> Key:
-        """The key at a size."""
         case = self.num_active_loras
         reqs = None
         if self.uniform:
@@ -142,8 +139,6 @@ def lanes_of(
 
 
 class LaneRecord(Record):
-    """Figures of one lane, in JSON beside its name."""
-
     mode: Mode
     uniform: bool
     num_active_loras: int
@@ -170,8 +165,6 @@ class LeftOut(LaneRecord):
 
 
 class Machine(Record):
-    """The machine that figures were measured on."""
-
     gpu: str
     driver: str | None
     torch: str
@@ -200,7 +193,6 @@ class Emission(Record):
 
     @property
     def block(self) -> str:
-        """Lines to paste."""
         is_yaml = "\n" in self.bounds
         options = ("\n" if is_yaml else " ").join((self.options, self.bounds))
         return "\n".join((*self.environment, options))

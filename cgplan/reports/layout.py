@@ -277,7 +277,6 @@ def _line(*parts: tuple[str, str]) -> Text:
 
 
 def verbatim(text: str) -> Text:
-    """Lines as they are, to be copied."""
     return _line((text, ""))
 
 

@@ -91,7 +91,6 @@ USES = (TextColumn("graph", _used), Share("steps", "share"), Share("padding"))
 
 
 def brief(plan: Plan) -> RenderableType:
-    """A plan on one screen, and what one pastes into an engine."""
     if not plan.evidence:
         return stacked(Facts("Plan", [*_rows(plan), *said(plan, brief=True)]), _to_paste(plan))
     evidence = Evidence.model_validate(plan.evidence)
@@ -243,7 +242,6 @@ def _served_by(plan: Plan) -> str:
 
 
 def lane_table(plan: Plan) -> RenderableType | None:
-    """Predicted cost of each lane; None without graphs or predictions."""
     if not plan.predicted:
         return None
     pairs = zip(plan.keys, plan.predicted.keys, strict=True)

@@ -163,8 +163,6 @@ def uncapturable(failed: Iterable[FailedKey]) -> dict[Key, str]:
 
 
 class SplitRecord(Record):
-    """Calls by operator in one PIECEWISE forward."""
-
     route: str  # "ops", "modules" or "wrappers", see compilation.piecewise
     segments: int | None
     eager_pieces: int | None
@@ -228,8 +226,6 @@ class OwnerRecord(Record):
 
 
 class Finding(KeyRecord):
-    """A pointer into memory that is not the runner's."""
-
     problem: Problem
     graph: int
     node: int
@@ -258,8 +254,6 @@ class AuditedKey(KeyRecord):
 
 
 class PointerReport(SavedReport):
-    """Owners of the memory that graphs point into."""
-
     environment: Environment
     owners: tuple[OwnerRecord, ...]
     read_seconds: float
@@ -276,8 +270,6 @@ class AuditReport(PointerReport):
 
 
 class WatchedRecord(Record):
-    """A graph of the process."""
-
     name: str
     line: str  # of its capture
     stack: tuple[str, ...] = ()  # from that line outwards, without torch and cgplan
@@ -307,8 +299,6 @@ class StaleRecord(Record):
 
 
 class WatchReport(PointerReport):
-    """Of all graphs of a process."""
-
     kind: Literal["watch"] = "watch"
     graphs: tuple[WatchedRecord, ...]  # in capture order
     stale: tuple[StaleRecord, ...]
@@ -434,8 +424,6 @@ BASELINE_NAMES = ("eager", "bare", "make_graphed_callables", "reduce-overhead")
 
 
 class BaselineTiming(Record):
-    """Cost of cgplan or a baseline; None if it failed."""
-
     name: str
     ready_seconds: float | None = None
     memory_bytes: int | None = None  # on the tape, of pools
@@ -514,8 +502,6 @@ class BenchReport(SavedReport):
 
 
 class CoverageRecord(KeyRecord):
-    """Median latency of a key's step on padding."""
-
     eager_us: float
     step_us: float
     inside_us: float
@@ -527,8 +513,6 @@ class CoverageRecord(KeyRecord):
 
 
 class DoctorReport(SavedReport):
-    """What of a step runs inside graphs."""
-
     kind: Literal["doctor"] = "doctor"
     capture: CaptureReport
     rows: tuple[CoverageRecord, ...]

@@ -98,7 +98,7 @@ def test_a_program_is_watched_to_its_end(serve: str, tmp_path: Path) -> None:
     report = json.loads(saved.read_text())
     assert (report["kind"], len(report["graphs"]), report["stale"]) == ("watch", 2, [])
     assert "serve.py" in report["graphs"][0]["line"]
-    assert "<title>Watch of 2 graphs</title>" in page.read_text()
+    assert '<p class="lead">All pointers are live: ' in page.read_text()
 
 
 def test_replaced_weights_are_told(serve: str) -> None:
