@@ -33,7 +33,6 @@ from cgplan.reports.plan_tables import (
     POINT,
     STEP,
     USES,
-    predicted_by,
 )
 from cgplan.reports.records import (
     AuditReport,
@@ -41,7 +40,6 @@ from cgplan.reports.records import (
     Beside,
     CaptureReport,
     DoctorReport,
-    Environment,
     PointerReport,
     WatchReport,
 )
@@ -68,7 +66,17 @@ from cgplan.version import __version__
 
 HERE = Path(__file__).parent
 FILES = ("page.html.j2", "vendor/echarts.min.js", "page.js")
-NOTED = ("warning", "note", "weighed", "outside", "floor")
+NOTED = (  # facts of the text that a page has, too
+    "traffic",
+    "step times",
+    "times",
+    "predicted",
+    "weighed",
+    "warning",
+    "note",
+    "outside",
+    "floor",
+)
 ONE_RECTANGLE = 0.98  # share of the largest part: the map would show nothing else
 Chart = Mapping[str, Any]
 Parts = dict[tuple[str, str], int | None]  # bytes by part of the memory and name of the key
@@ -90,7 +98,6 @@ class Section(NamedTuple):
 
     title: str
     about: str
-    source: str  # of the figures
     table: Grid
     charts: Sequence[Chart] = ()
 
@@ -170,7 +177,9 @@ def page_of(report: Any) -> Page:
     lead = found[0].answer or dict(found[0].rows).get("verdict", "")
     environment = getattr(capture, "environment", None)
     if environment:
-        lead += f" {_where(environment)}, torch {environment.torch}."
+        made = environment.date.replace("T", " ").replace("+00:00", " UTC")
+        where = f"{environment.device}, {environment.backend}, {made}"
+        lead += f" {where}, torch {environment.torch}."
     return Page(
         title,
         lead,
@@ -197,7 +206,6 @@ def sections_of(_: Any) -> Iterator[Section]:
 
 @sections_of.register
 def _of_capture(report: CaptureReport) -> Iterator[Section]:
-    source = f"Measured on {_where(report.environment)}."
     records = report.records
     if records:
         keys = [record.key for record in records]
@@ -207,8 +215,7 @@ def _of_capture(report: CaptureReport) -> Iterator[Section]:
         driver = (report.driver_bytes or 0) - report.graph_driver_bytes
         measured["graph pool", "others"] = max(report.pool_bytes - pool, 0)
         measured["driver", "kernels and others"] = max(driver, 0)
-        predicted, by = _predicted(report.plan)
-        yield _memory({"measured": measured, **predicted}, source + by)
+        yield _memory({"measured": measured, **_predicted(report.plan)})
         seconds = [
             {
                 "compile": record.compile_seconds,
@@ -217,8 +224,8 @@ def _of_capture(report: CaptureReport) -> Iterator[Section]:
             }
             for record in records
         ]
-        yield _start_up(keys, seconds, source)
-        yield Section("Graphs", "Keys in the order of the capture.", source, captured(report))
+        yield _start_up(keys, seconds)
+        yield Section("Graphs", "Keys in the order of the capture.", captured(report))
     yield from _of_plan(report.plan)
     if report.audit:
         yield from _of_audit(report.audit)
@@ -226,13 +233,11 @@ def _of_capture(report: CaptureReport) -> Iterator[Section]:
 
 @sections_of.register
 def _of_bench(report: BenchReport) -> Iterator[Section]:
-    source = f"Medians and p99 of {report.repeats} calls, on {_where(report.environment)}."
     both = ("graph median", "replay median")
     if report.records:
         yield Section(
             "Latency",
             "From an idle device until it has finished: eager, the runner's call, the graph alone.",
-            source,
             latencies(report),
             [chart("lines", "Latency by batch size", "tokens", "eager median", *both)],
         )
@@ -241,16 +246,14 @@ def _of_bench(report: BenchReport) -> Iterator[Section]:
         yield Section(
             QUEUED,
             "Time of each: the runner's call, and the graph alone.",
-            source,
             waiting,
             [chart("lines", "Time of each call", "tokens", *both)],
         )
-    yield from _floor(report, source)
+    yield from _floor(report)
     if report.peers and report.peers.records:
         yield Section(
             "Beside other ways",
             "Ways to run the model on the same tensors, in turns.",
-            source,
             baselines(report.peers),
             [
                 chart("lines", "Calls that follow one another", "tokens", "device", by="way"),
@@ -262,15 +265,13 @@ def _of_bench(report: BenchReport) -> Iterator[Section]:
 
 @sections_of.register
 def _of_doctor(report: DoctorReport) -> Iterator[Section]:
-    source = f"Medians on padding, on {_where(report.capture.environment)}."
     if report.rows:
         yield Section(
             "Steps",
             "The model's own code, and a step with graphs.",
-            source,
             coverage(report),
         )
-    yield from _floor(report, source)
+    yield from _floor(report)
     yield from _of_capture(report.capture)
 
 
@@ -281,19 +282,17 @@ def _plan(plan: Plan) -> Iterator[Section]:
     yield from _of_plan(plan)
     cost = plan.predicted
     if cost and plan.keys:
-        sides, source = _predicted(plan)
-        yield _memory(sides, source)
+        yield _memory(_predicted(plan))
         seconds = [{"start-up": key.seconds} for key in cost.keys]
-        yield _start_up(plan.keys, seconds, source)
+        yield _start_up(plan.keys, seconds)
 
 
-def _floor(report: BenchReport | DoctorReport, source: str) -> Iterator[Section]:
+def _floor(report: BenchReport | DoctorReport) -> Iterator[Section]:
     least = floor(report)
     if least:
         yield Section(
             FLOOR,
             "Reading the weights, and the gaps between kernels.",
-            source,
             least,
         )
 
@@ -311,15 +310,15 @@ def _parts(
     return parts
 
 
-def _predicted(plan: Plan) -> tuple[dict[str, Parts], str]:
+def _predicted(plan: Plan) -> dict[str, Parts]:
     cost = plan.predicted
     if not cost:
-        return {}, ""
+        return {}
     each = map(attrgetter("pool_bytes", "driver_bytes"), cost.keys)
-    return {"predicted": _parts(plan.keys, each, cost)}, f" Prediction: {predicted_by(cost)}."
+    return {"predicted": _parts(plan.keys, each, cost)}
 
 
-def _memory(sides: Mapping[str, Parts], source: str) -> Section:
+def _memory(sides: Mapping[str, Parts]) -> Section:
     rows = dict[tuple[str, str], Row]()
     charts = list[Chart]()
     for side, parts in sides.items():
@@ -334,7 +333,6 @@ def _memory(sides: Mapping[str, Parts], source: str) -> Section:
     return Section(
         "Memory",
         "Device memory by part and key. The first key of a pool takes most of it.",
-        source,
         table_of(
             rows.values(),
             {"part": str, "key": str, **dict.fromkeys(sides, format_bytes)},
@@ -346,7 +344,6 @@ def _memory(sides: Mapping[str, Parts], source: str) -> Section:
 def _start_up(
     keys: Sequence[Key],
     each: Sequence[Mapping[str, float]],
-    source: str,
 ) -> Section:
     phases = [phase for phase in each[0] if any(seconds[phase] for seconds in each)]
     rows = list[Row]()
@@ -355,7 +352,6 @@ def _start_up(
     return Section(
         "Start-up",
         "Keys in turn, without the time between them.",
-        source,
         table_of(rows, {"key": str, **dict.fromkeys(phases, format_seconds)}),
         [chart("bars", "Start-up by key", "key", *phases, stack=True, in_turn=True)],
     )
@@ -365,21 +361,19 @@ def _of_plan(plan: Plan) -> Iterator[Section]:
     uses: Sequence[SizeUse] = ()
     if plan.evidence:
         evidence = Evidence.model_validate(plan.evidence)
-        source = f"Expected for {evidence.traffic_source}, with step times {evidence.times_source}."
         if evidence.pareto:
-            yield _curve(evidence, source)
+            yield _curve(evidence)
         uses = evidence.uses
         if uses:
             title = "Use of each graph"
             yield Section(
                 title,
-                "Each graph's share of steps, and of padding in its tokens.",
-                source,
+                "Each graph's expected share of steps, and of padding in its tokens.",
                 Grid(uses, *USES),
                 [chart("bars", title, "graph", "steps", "padding")],
             )
         if evidence.padding_map:
-            yield _padding_map(evidence.padding_map, source)
+            yield _padding_map(evidence.padding_map)
     if plan.keys and not plan.config.get("dims"):
         yield _padding(plan, uses)
 
@@ -390,7 +384,6 @@ def _sizes(plan: Plan) -> Section:
     return Section(
         "Capture sizes",
         f"{names} of each graph.",
-        f"Sizes: {plan.sizes_source}.",
         Grid(
             lanes.items(),
             TextColumn("lane", "0"),
@@ -400,7 +393,7 @@ def _sizes(plan: Plan) -> Section:
     )
 
 
-def _curve(evidence: Evidence, source: str) -> Section:
+def _curve(evidence: Evidence) -> Section:
     best = "the best with so many graphs"
     points = [evidence.as_point("this plan"), *evidence.ladders, *evidence.pareto]
     eager = evidence.expected_us.eager
@@ -409,8 +402,7 @@ def _curve(evidence: Evidence, source: str) -> Section:
     name = TextColumn("plan", lambda row: getattr(row, "name", best if row.graphs else "eager"))
     return Section(
         "Graphs against step time",
-        "Mean step: the best plan of each number of graphs, this plan, ladders, and no graph.",
-        source,
+        "Expected step: the best plan of each number of graphs, this plan, ladders, and no graph.",
         Grid(points, name, *POINT),
         [
             chart(
@@ -425,7 +417,7 @@ def _curve(evidence: Evidence, source: str) -> Section:
     )
 
 
-def _padding_map(found: PaddingMap, source: str) -> Section:
+def _padding_map(found: PaddingMap) -> Section:
     first, second = (f"{name} up to" for name in found.names)
     cells = list[Row]()
     for size, shares in zip(found.rows, found.shares, strict=True):
@@ -435,7 +427,6 @@ def _padding_map(found: PaddingMap, source: str) -> Section:
     return Section(
         "Padding",
         "Share of padding in batches up to each size. An empty cell had no batch.",
-        source,
         table_of(cells, {first: count, second: count, "padding": percent}),
         [
             chart(
@@ -467,7 +458,6 @@ def _padding(plan: Plan, uses: Sequence[SizeUse]) -> Section:
     return Section(
         "Padding",
         "Padding by batch, and with traffic the share of steps so far.",
-        f"Computed from the plan's sizes, {plan.sizes_source}.",
         table_of(
             rows,
             {"lane": str, "batch": count, "graph": count, **dict.fromkeys(shown, percent)},
@@ -478,12 +468,10 @@ def _padding(plan: Plan, uses: Sequence[SizeUse]) -> Section:
 
 @sections_of.register
 def _of_audit(report: AuditReport) -> Iterator[Section]:
-    source = f"Read from the graphs on {_where(report.environment)}."
     if report.findings:
         yield Section(
             "Findings",
             "Pointers of the graphs into memory that is not the runner's.",
-            source,
             Grid(
                 report.findings,
                 TextColumn("problem"),
@@ -497,26 +485,24 @@ def _of_audit(report: AuditReport) -> Iterator[Section]:
                 TextColumn("detail"),
             ),
         )
-    yield _owners(report, source)
+    yield _owners(report)
 
 
 @sections_of.register
 def _of_watch(report: WatchReport) -> Iterator[Section]:
-    source = f"Read from the graphs on {_where(report.environment)}."
     if report.stale:
         about = "Pointers into memory that was freed, replaced or moved since the capture."
-        yield Section("Stale", about, source, Grid(report.stale, *STALE))
+        yield Section("Stale", about, Grid(report.stale, *STALE))
     if report.graphs:
         about = "Graphs in the order of their capture."
-        yield Section("Graphs", about, source, Grid(report.graphs, *WATCHED))
-        yield _owners(report, source)
+        yield Section("Graphs", about, Grid(report.graphs, *WATCHED))
+        yield _owners(report)
 
 
-def _owners(report: PointerReport, source: str) -> Section:
+def _owners(report: PointerReport) -> Section:
     return Section(
         "Owners",
         "Memory that the graphs point into.",
-        source,
         Grid(
             report.owners,
             TextColumn("owner", "name"),
@@ -533,8 +519,3 @@ def _owners(report: PointerReport, source: str) -> Section:
 
 def _name(key: Key) -> str:
     return f"{Lane.of(*key)}: {key[1].size}"
-
-
-def _where(environment: Environment) -> str:
-    made = environment.date.replace("T", " ").replace("+00:00", " UTC")
-    return f"{environment.device}, {environment.backend}, {made}"

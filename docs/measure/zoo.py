@@ -736,7 +736,7 @@ def shown(records):
     about = "equal: bit for bit as the model's own code; ~: within the rounding of the dtype."
     verdicts = [(record["name"], record["family"], *cells(record, "verdicts", names[1:])) for record in records]
     verdicts = table_of(verdicts, dict.fromkeys(("model", "family", *names[1:]), str))
-    sections = [Section("Captured, and equal to eager", about, source, verdicts)]
+    sections = [Section("Captured, and equal to eager", about, verdicts)]
     for size in first["timed"] if first["backend"] == "cuda" else ():
         times = [(record["name"], name, ratio(record, size, "device_us", name, "eager"), figure(record, name, size,
                  "device_us")) for record in ran for name in names[1:]]  # fmt: skip
@@ -744,11 +744,11 @@ def shown(records):
         drawn = chart("heat", "Device time, as a ratio to eager code", "way", "of eager's", by="model")
         about = "Device time of a call over that of eager code, calls queued one after another: below 1x is faster."
         known = table_of([row for row in times if row[2] is not None], formats)
-        sections.append(Section(f"Device time at {size} rows", about, source, known, [drawn]))
+        sections.append(Section(f"Device time at {size} rows", about, known, [drawn]))
     refused = [(record["name"], name, f"{way['error_type']}: {way['error']}") for record in ran
                for name, way in record["ways"].items() if "error" in way]  # fmt: skip
     refused = table_of(refused, dict.fromkeys(("model", "way", "error"), str))
-    sections.append(Section("Refused, and why", "Ways that did not capture a model.", source, refused))
+    sections.append(Section("Refused, and why", "Ways that did not capture a model.", refused))
     lines = list(summary(records))
     return html_of(Page("The model zoo", source, [("", text) for text in lines], sections), "\n".join(lines))
 

@@ -305,8 +305,19 @@ def test_figures_of_the_stand_in_say_so() -> None:
     report: Any = REPORTS["h200"]
     as_tape = {"environment": report.environment.model_copy(update={"backend": "cpu (tape)"})}
     capture = report.capture.model_copy(update=as_tape)
-    for section in page_of(report.model_copy(update={**as_tape, "capture": capture})).sections:
-        assert "cpu (tape)" in section.source or section.source.startswith("Computed")
+    page = page_of(report.model_copy(update={**as_tape, "capture": capture}))
+    assert "cpu (tape)" in page.lead
+    assert ("note", "bytes and times of the CPU stand-in say little about a GPU") in page.notes
+
+
+def test_a_page_says_where_its_figures_are_from() -> None:
+    bench = page_of(REPORTS["h200"])
+    assert "NVIDIA H200, cuda, 2026-11-23 08:25:01 UTC, torch 2.11.0+cu130." in bench.lead
+    assert dict(bench.notes)["times"].startswith("median and p99 of 30 calls")
+    plan = dict(page_of(plan_named("plan_traffic")).notes)
+    assert plan["traffic"] == "hist.csv: histogram: 1,275 steps"
+    assert plan["step times"] == "times.csv"
+    assert plan["predicted"].startswith("by measured: a capture of 12 keys on AMD EPYC")
 
 
 def test_boxes_have_a_map_of_their_padding() -> None:
