@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise, product
 from math import prod
+from typing import NamedTuple
 
 from cgplan.config import CompilationConfig, Config, Dim
 from cgplan.errors import ConfigError, ModeError, PlanError
@@ -22,6 +22,7 @@ from cgplan.planning.plan import (
     config_hash,
     lanes_of,
 )
+from cgplan.units import counted, grouped
 
 MOST_BOXES = 10_000  # of sizes in several dimensions
 MOST_SPANNED = 100_000  # by the boxes that compilation.boxes names
@@ -132,19 +133,11 @@ LADDERS: Mapping[str, Ladder] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class CaptureSizes:
-    """The capture sizes of a plan.
-
-    Attributes:
-        sizes: In tokens, ascending; empty if nothing is captured.
-        source: In words.
-        warnings: Sizes that were dropped or changed, and why.
-    """
+class CaptureSizes(NamedTuple):
+    """Capture sizes in tokens, ascending; empty if nothing is captured. ``source``: in words."""
 
     sizes: Sizes
     source: str
-    warnings: tuple[str, ...] = ()
 
 
 def resolve_sizes(config: Config, mode: CUDAGraphMode) -> CaptureSizes:
@@ -159,7 +152,9 @@ def resolve_sizes(config: Config, mode: CUDAGraphMode) -> CaptureSizes:
     elif lead is not None and given is None:
         found = CaptureSizes(sizes_of(lead), f"dims.{lead.name}")
     elif isinstance(given, tuple):
-        found = _given(config, given)
+        limit = config.scheduler.max_num_batched_tokens
+        kept = sorted(size for size in set(given) if size <= limit)
+        found = CaptureSizes(tuple(kept), "compilation.cudagraph_capture_sizes")
     else:
         found = ladder_sizes(config, given or "vllm")
     q = config.query_len
@@ -175,10 +170,11 @@ def resolve_sizes(config: Config, mode: CUDAGraphMode) -> CaptureSizes:
         if not sizes and q <= maximum:
             sizes = {q}
         source = f"{found.source}, rounded up to multiples of {q}"
-        found = replace(found, sizes=tuple(sorted(sizes)), source=source)
+        found = CaptureSizes(tuple(sorted(sizes)), source)
     if not found.sizes:
+        asked = f" of {', '.join(map(str, given))}" if isinstance(given, tuple) else ""
         raise PlanError(
-            f"no capture size is left: {'; '.join(found.warnings) or found.source}",
+            f"no capture size is left{asked}: {found.source}",
             remedy="Raise scheduler.max_num_batched_tokens or max_cudagraph_capture_size, give "
             "smaller cudagraph_capture_sizes, or set cudagraph_mode: NONE.",
         )
@@ -193,21 +189,6 @@ def sizes_of(dim: Dim) -> Sizes:
     ladder = LADDERS[dim.sizes or "powers_of_two"]
     sizes = [step * size for size in ladder(dim.top // step)]
     return tuple(size for size in sizes if size >= dim.min)
-
-
-def _given(
-    config: Config,
-    given: Sizes,
-) -> CaptureSizes:
-    limit = config.scheduler.max_num_batched_tokens
-    sizes = sorted(set(given))
-    kept = tuple(size for size in sizes if size <= limit)
-    dropped = ", ".join(map(str, sizes[len(kept) :]))
-    warning = (
-        f"capture sizes {dropped} above scheduler.max_num_batched_tokens = {limit} were dropped"
-    )
-    warnings = (warning,) if dropped else ()
-    return CaptureSizes(kept, "compilation.cudagraph_capture_sizes", warnings)
 
 
 def ladder_sizes(
@@ -234,13 +215,7 @@ def ladder_sizes(
         if q > 1:
             sizes.update(q * number for number in ladder(seqs))
     kept = tuple(sorted(size for size in sizes if size <= maximum))
-    warnings = []
-    if asked is not None and kept[-1] != asked:
-        why = "it is off the ladder's stride"
-        if tokens < asked:
-            why = f"scheduler.max_num_batched_tokens is {tokens}"
-        warnings.append(f"max_cudagraph_capture_size {asked} was truncated to {kept[-1]}: {why}")
-    return CaptureSizes(kept, source, tuple(warnings))
+    return CaptureSizes(kept, source)
 
 
 def lora_cases(config: Config) -> Sizes:
@@ -280,7 +255,6 @@ def build_plan(config: Config) -> Plan:
         if is_full and speculative.num_speculative_tokens > 1:
             one = CUDAGraphMode.FULL_DECODE_ONLY
             draft_decode = _keys(config, one, sizes.sizes, (0,), query_len=1)
-    unused = _unused(config, mode, sizes.sizes, keys)
     return Plan(
         requested_mode=config.compilation.cudagraph_mode,
         mode=mode,
@@ -297,7 +271,7 @@ def build_plan(config: Config) -> Plan:
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         max_loras=config.lora.max_loras if config.lora else None,
-        warnings=(*sizes.warnings, *unused),
+        warnings=(*_lost(config, sizes.sizes, keys), *_unread(config.compilation, mode)),
         config_hash=config_hash(config),
         config=capture_config(config),
         budget=budget_of(config),
@@ -386,22 +360,51 @@ def _boxes(
     return list(product(*axes.values())) if given is None else given
 
 
-def _unused(
+def _lost(
     config: Config,
-    mode: CUDAGraphMode,
-    sizes: Sequence[int],
+    sizes: Sizes,
     keys: Sequence[Key],
 ) -> Iterator[str]:
-    compilation = config.compilation
+    given = config.compilation.cudagraph_capture_sizes
+    largest = config.compilation.max_cudagraph_capture_size
     seqs = config.scheduler.max_num_seqs
-    captured = {descriptor.num_tokens for _, descriptor in keys}
+    tokens = config.scheduler.max_num_batched_tokens
+    if not sizes or config.compilation.boxes is not None:
+        return
     q = config.query_len
-    unused = [size for size in sizes if captured.isdisjoint({size, -(-size // q) * q})]
-    if unused and isinstance(compilation.cudagraph_capture_sizes, tuple):
-        yield (
-            f"capture sizes {', '.join(map(str, unused))} have no graph: a decode batch has at "
-            f"most scheduler.max_num_seqs = {seqs} requests of {config.query_len} tokens"
-        )
+    top = sizes[-1]
+    captured = {descriptor.num_tokens for _, descriptor in keys}
+    has_decode = any(descriptor.uniform for _, descriptor in keys)
+    above = f"as multiples of {q} tokens, a request's, they are above the largest size"
+    reasons: list[tuple[str, int]] = []
+    listed = sorted(set(given)) if isinstance(given, tuple) else ()
+    for size in listed:
+        rounded = -(-size // q) * q
+        if size > tokens:
+            reasons.append((f"are dropped: max_num_batched_tokens is {tokens}", size))
+        elif size > top:
+            reasons.append((f"are dropped: {above}", size))
+        elif has_decode and top < rounded <= q * seqs:
+            reasons.append((f"have no decode graph: {above}", size))
+        elif captured.isdisjoint({size, rounded}):
+            why = f"a decode batch has at most {seqs} requests, {counted(q, 'token')} each"
+            reasons.append((f"have no graph: {why}", size))
+    for why, lost in grouped(reasons).items():
+        yield f"capture sizes {', '.join(map(str, lost))} {why}"
+    if given in (None, "vllm") and largest is not None and top < largest:
+        last = ladder_sizes(config, "vllm").sizes[-1]
+        why = f"the ladder ends at {last}"
+        if tokens < largest:
+            why = f"max_num_batched_tokens is {tokens}"
+        if top < last:
+            why += f", and the last multiple of {q} tokens, a request's, at {top}"
+        yield f"max_cudagraph_capture_size {largest} is truncated to {top}: {why}"
+
+
+def _unread(
+    compilation: CompilationConfig,
+    mode: CUDAGraphMode,
+) -> Iterator[str]:
     if not mode.has_mode(CUDAGraphMode.PIECEWISE):
         return
     route = compilation.piecewise

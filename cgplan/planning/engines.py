@@ -15,7 +15,7 @@ from itertools import groupby, pairwise
 from math import gcd
 from typing import Any, Literal, NamedTuple
 
-from cgplan.config import Config, LoadedConfig, Override, loaded_config
+from cgplan.config import LoadedConfig, Override, loaded_config
 from cgplan.errors import ConfigError, did_you_mean
 from cgplan.modes import RUNTIME_MODES, CUDAGraphMode
 from cgplan.planning.build import build_plan, ladder_sizes
@@ -171,12 +171,11 @@ def read_vllm(
                 f"--{name.replace('_', '-')} was not given: {getattr(config.scheduler, name)} was "
                 f"taken, vLLM's default depends on the GPU{doubled}"
             )
-    plan = build_plan(loaded.config)
     notes.append(
         "vLLM lowers the mode where its attention backend cannot be captured: that is taken not "
         "to happen"
     )
-    return VllmConfig(loaded, tuple(notes), tuple(_lost(config, plan)))
+    return VllmConfig(loaded, tuple(notes), build_plan(config).warnings)
 
 
 def _runner(
@@ -217,42 +216,6 @@ def _origins(data: Mapping[str, Mapping[str, Any]], asked: Mapping[str, Any]) ->
                 option = OPTION if name in asked else "vLLM's default"
             found[f"{section}.{name}"] = option
     return {**found, "compilation.key_rules": "--runner"}
-
-
-def _lost(asked: Config, plan: Plan) -> Iterator[str]:
-    given = asked.compilation.cudagraph_capture_sizes
-    largest = asked.compilation.max_cudagraph_capture_size
-    top, q, tokens = plan.max_capture_size, plan.query_len, plan.max_num_batched_tokens
-    captured = {descriptor.num_tokens for _, descriptor in plan.keys}
-    sizes = _unique(given) if isinstance(given, tuple) and captured else []
-    decodes = any(key.uniform for _, key in plan.keys)
-    for size in sizes:
-        rounded = -(-size // q) * q
-        if size > tokens:
-            yield f"size {size} is dropped: --max-num-batched-tokens is {tokens}"
-        elif size > top:
-            yield (
-                f"size {size} is dropped: as a multiple of {q} tokens, a request's, it is above "
-                "the largest size"
-            )
-        elif decodes and top < rounded <= q * plan.max_num_seqs:
-            yield (
-                f"size {size} has no decode graph: as a multiple of {q} tokens, a request's, it is "
-                "above the largest size"
-            )
-        elif captured.isdisjoint({size, rounded}):
-            yield (
-                f"size {size} has no graph: a decode batch has at most {plan.max_num_seqs} "
-                f"requests, {q} tokens each"
-            )
-    if given is None and largest is not None and 0 < top < largest:
-        last = ladder_sizes(asked, "vllm").sizes[-1]
-        why = f"vLLM's own sizes end at {last}"
-        if tokens < largest:
-            why = f"--max-num-batched-tokens is {tokens}"
-        if top < last:
-            why += f", and the last multiple of {q} tokens, a request's, at {top}"
-        yield f"max_cudagraph_capture_size {largest} is truncated to {top}: {why}"
 
 
 def describe_batches(plan: Plan) -> Iterator[str]:

@@ -128,7 +128,7 @@ def test_inspect_names_the_origin_of_each_value(home: Path) -> None:
     assert re.search(
         r"^compilation\.attention_support +UNIFORM_BATCH +line 4$", shown, re.MULTILINE
     )
-    assert "9999 above scheduler.max_num_batched_tokens" in shown
+    assert "capture sizes 9999 are dropped" in shown
 
 
 def test_inspect_says_what_sizes_were_resolved_from(home: Path) -> None:

@@ -63,7 +63,7 @@ def test_plan_emits_for_an_engine_and_nothing_else(home: Path) -> None:
     for line in (
         "saved plan.json",
         "note: cudagraph_mode FULL -> FULL_AND_PIECEWISE: attention_support is UNIFORM_BATCH",
-        "warning: capture sizes 4 above scheduler.max_num_batched_tokens = 2 were dropped",
+        "warning: capture sizes 4 are dropped: max_num_batched_tokens is 2",
         "note: made for --max-num-seqs 256 --max-num-batched-tokens 2",
     ):
         assert line in unwrapped(result.stderr)
