@@ -77,18 +77,16 @@ def inspect_config(request: InspectRequest, vllm: VllmConfig | None) -> None:
         parts.append(_split_of(loaded))
     rows = origin_rows(loaded, plan)
     if request.everything:
-        parts.append(titled(f"Values of {path}", _key_table(rows, path)))
+        parts.append(titled(f"Values of {path}", _key_table(rows)))
     else:
         is_set = [row for row in rows if row.origin not in ("default", "resolved")]
         rest = sentences(f"and {len(rows) - len(is_set)} defaults, listed with --all")
-        parts.append(titled(f"Values set for {path}", _key_table(is_set, path), rest))
+        parts.append(titled(f"Values set for {path}", _key_table(is_set), rest))
     show(*parts)
 
 
-def _key_table(rows: Iterable[Row], path: Path) -> RenderableType:
-    """Origins in the file ``path`` are numbers of lines."""
-    lines = [row._replace(origin=row.origin.replace(f"{path.name}:", "line ")) for row in rows]
-    return Grid(lines, *map(TextColumn, Row._fields))
+def _key_table(rows: Iterable[Row]) -> RenderableType:
+    return Grid(rows, *map(TextColumn, Row._fields))
 
 
 def _split_of(loaded: LoadedConfig) -> RenderableType:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import yaml
 from pydantic import ValidationError
 
-from cgplan.config.messages import NOWHERE, Path_, explain
+from cgplan.config.messages import Path_, Places, explain
 from cgplan.config.schema import Config
 from cgplan.errors import CgplanError, ConfigError, ConfigFileError, OutputPathError, did_you_mean
 from cgplan.units import format_bytes
@@ -82,7 +82,7 @@ class LoadedConfig:
     """A Config, and where each of its values came from."""
 
     config: Config
-    # dotted path of each given value -> ``file.yaml:12``, ``--set`` or another option
+    # dotted path of each given value -> ``line 12``, ``--set`` or another option
     origins: Mapping[str, str]
     base_dir: Path  # against which file targets are resolved
 
@@ -120,21 +120,16 @@ def read_config(
     if path.suffix.startswith(".py"):
         raise ConfigFileError(f"{path} is a model, not its configuration", remedy=remedy)
     text = read_text(path, ConfigFileError, remedy, MOST_BYTES)
-    data, lines = _parse(text, path)
+    data, places = _parse(text, path)
     if "kind" in data:  # a report, a plan
         raise ConfigFileError(f"{path} is a saved {data['kind']}", remedy=remedy)
-    origins = {}
-    for key, line in lines.items():
-        if all(isinstance(part, str) for part in key):  # a list is one value
-            origins[".".join(map(str, key))] = f"{path.name}:{line}"
     base_dir = path.resolve().parent
     return loaded_config(
         data,
         str(path),
         overrides,
-        origins,
+        places,
         base_dir,
-        lines,
     )
 
 
@@ -142,38 +137,35 @@ def loaded_config(
     data: dict[str, Any],
     source: str,
     overrides: Iterable[str | Override],
-    origins: Mapping[str, str],
+    places: Places,
     base_dir: Path = Path(),
-    lines: Mapping[Path_, int] = NOWHERE,
 ) -> LoadedConfig:
     """A document's configuration; overrides change ``data``. Raises ConfigError, which names
     ``source``.
     """
-    found = dict(origins)
+    found = dict(places)
     for given in overrides:
         override = Override(given) if isinstance(given, str) else given
-        dotted = _override(data, override)
-        found = {key: at for key, at in found.items() if not key.startswith(f"{dotted}.")}
-        found[dotted] = override.option
+        key = _override(data, override)
+        found = {path: at for path, at in found.items() if path[: len(key)] != key}
+        found[key] = override.option
     try:
         config = Config.model_validate(data)
     except ValidationError as error:
-        others = {key: at for key, at in found.items() if at != source}
+        others = {path: at for path, at in found.items() if at != source}
         raise explain(
             error,
             data,
             source,
             Config,
-            lines,
             others,
         ) from None
-    branches: set[str] = set()
-    for key in found:
-        while key:
-            key = key.rpartition(".")[0]
-            branches.add(key)
-    leaves = {key: at for key, at in found.items() if key not in branches}
-    return LoadedConfig(config, leaves, base_dir)
+    origins: dict[str, str] = {}
+    for path, at in found.items():
+        if all(isinstance(part, str) for part in path):  # a list is one value
+            origins.pop(".".join(map(str, path[:-1])), None)
+            origins[".".join(map(str, path))] = at
+    return LoadedConfig(config, origins, base_dir)
 
 
 def validate_config(data: Mapping[str, Any]) -> Config:
@@ -187,14 +179,14 @@ def validate_config(data: Mapping[str, Any]) -> Config:
 class _Loader(yaml.SafeLoader):
     def __init__(self, text: str) -> None:
         super().__init__(text)
-        self.lines: dict[Path_, int] = {}  # from 1
+        self.places: dict[Path_, str] = {}
 
     def construct_document(self, node: yaml.Node) -> Any:
-        for number, _ in enumerate(_lines(node, ())):
+        for number, _ in enumerate(_places(node, ())):
             if number == MOST_VALUES:
                 raise _refusal(f"more than {MOST_VALUES:,} values", node.start_mark)
         data = super().construct_document(node)
-        self.lines = dict(_lines(node, ()))
+        self.places = dict(_places(node, ()))
         return data
 
     def construct_object(
@@ -244,8 +236,7 @@ def read_yaml(
         raise ConfigError(f"{option} is not YAML: {_problem(error)}", remedy=remedy) from None
 
 
-def _parse(text: str, path: Path) -> tuple[dict[str, Any], dict[Path_, int]]:
-    """The document and the line (from 1) of each key."""
+def _parse(text: str, path: Path) -> tuple[dict[str, Any], Places]:
     try:
         loader = _Loader(text)
         data = loader.get_single_data()
@@ -262,24 +253,29 @@ def _parse(text: str, path: Path) -> tuple[dict[str, Any], dict[Path_, int]]:
             f"{path}: the file holds a {type(data).__name__}, not a mapping",
             remedy="Start with keys such as `model:`; `cgplan init` writes an example.",
         )
-    return data, loader.lines
+    return data, loader.places
 
 
-def _lines(node: yaml.Node, path: Path_) -> Iterator[tuple[Path_, int]]:
+def _places(
+    node: yaml.Node,
+    path: Path_,
+) -> Iterator[tuple[Path_, str]]:
     """Merged keys come before a node's own; the last line counts."""
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             inner = (*path, key.value)
-            yield inner, key.start_mark.line + 1
-            yield from _lines(value, inner)
+            line = key.start_mark.line + 1
+            yield inner, f"line {line}"
+            yield from _places(value, inner)
     elif isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
             inner = (*path, index)
-            yield inner, item.start_mark.line + 1
-            yield from _lines(item, inner)
+            line = item.start_mark.line + 1
+            yield inner, f"line {line}"
+            yield from _places(item, inner)
 
 
-def _override(data: dict[str, Any], override: Override) -> str:
+def _override(data: dict[str, Any], override: Override) -> Path_:
     text, option = override
     dotted, equals, value = text.partition("=")
     dotted = dotted.strip()
@@ -301,4 +297,4 @@ def _override(data: dict[str, Any], override: Override) -> str:
         data[parent] = dict(below or {})
         data = data[parent]
     data[last] = parsed
-    return dotted
+    return tuple(parts)

@@ -15,7 +15,8 @@ from cgplan.errors import ConfigError, did_you_mean
 from cgplan.units import grouped
 
 Path_ = tuple[str | int, ...]
-NOWHERE: Mapping[Any, Any] = MappingProxyType({})
+Places = Mapping[Path_, str]  # ``line 12``, or the option that gave a value
+NOWHERE: Places = MappingProxyType({})
 
 
 def explain(
@@ -23,8 +24,7 @@ def explain(
     data: Any,
     source: str,
     root: type[BaseModel],
-    lines: Mapping[Path_, int] = NOWHERE,
-    origins: Mapping[str, str] = NOWHERE,
+    places: Places = NOWHERE,
 ) -> ConfigError:
     """A ConfigError with a message for each key; ``source`` names the file or class of ``data``."""
     by_path = grouped((_real_path(detail, data), detail) for detail in error.errors())
@@ -35,15 +35,13 @@ def explain(
         is_unknown |= "extra_forbidden" in kinds
         below = [other for other in by_path if other != path and other[: len(path)] == path]
         if "value_error" in kinds or not below:
-            messages.append(
-                _message(
-                    path,
-                    details,
-                    root,
-                    lines,
-                    origins,
-                )
+            message = _message(
+                path,
+                details,
+                root,
+                places,
             )
+            messages.append(message)
     message = messages[0]
     if len(messages) > 1:
         message = "\n  - ".join((f"{source}:", *messages))
@@ -87,22 +85,19 @@ def _message(
     path: Path_,
     details: Sequence[ErrorDetails],
     root: type[BaseModel],
-    lines: Mapping[Path_, int],
-    origins: Mapping[str, str],
+    places: Places,
 ) -> str:
     where = ""
     key = ".".join(map(str, path))
-    above = [path[: depth + 1] for depth in range(len(path))]
-    for at in above:
-        if at in lines:
-            where = f"line {lines[at]}: "
-    for at in reversed(above):
-        option = origins.get(".".join(map(str, at)), "")
-        if option == "--set":
+    for depth in range(len(path)):
+        place = places.get(path[: depth + 1], "")
+        if place.startswith("line "):
+            where = f"{place}: "
+        elif place == "--set":
             where = "--set "
-        elif option.startswith("--"):  # it stands for its one key
+        elif place.startswith("--"):  # it stands for its one key
             where = ""
-            key = option
+            key = place
     named = f"{where}{key}: " if key else where
     for detail in details:
         if detail["type"] == "value_error":

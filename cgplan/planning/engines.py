@@ -16,6 +16,7 @@ from math import gcd
 from typing import Any, Literal, NamedTuple
 
 from cgplan.config import LoadedConfig, Override, loaded_config
+from cgplan.config.messages import Path_
 from cgplan.errors import ConfigError, did_you_mean
 from cgplan.modes import RUNTIME_MODES, CUDAGraphMode
 from cgplan.planning.build import build_plan, ladder_sizes
@@ -138,7 +139,7 @@ def read_vllm(
     is_compiled = level in (None, _MODES.index("VLLM_COMPILE"))
     if not is_compiled and "PIECEWISE" in mode.upper():
         compilation["cudagraph_mode"] = "NONE"
-        origins["compilation.cudagraph_mode"] = f"{OPTION}, mode {level}"
+        origins["compilation", "cudagraph_mode"] = f"{OPTION}, mode {level}"
         notes.append(
             f"cudagraph_mode {mode} -> NONE: vLLM has PIECEWISE graphs with mode 3 only, mode is "
             f"{level}"
@@ -155,7 +156,7 @@ def read_vllm(
             compilation["cudagraph_capture_sizes"] = sizes
             compilation["max_cudagraph_capture_size"] = None
             option = "--performance-mode" if every else "--blackwell"
-            origins["compilation.cudagraph_capture_sizes"] = option
+            origins["compilation", "cudagraph_capture_sizes"] = option
             loaded = loaded_config(data, OPTION, overrides, origins)
         if sizes != widest:
             notes.append(
@@ -207,15 +208,18 @@ def _ignored(given: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def _origins(data: Mapping[str, Mapping[str, Any]], asked: Mapping[str, Any]) -> dict[str, str]:
-    found = {}
+def _origins(
+    data: Mapping[str, Mapping[str, Any]],
+    asked: Mapping[str, Any],
+) -> dict[Path_, str]:
+    found: dict[Path_, str] = {("compilation", "key_rules"): "--runner"}
     for section, values in data.items():
         for name in values:
             option = f"--{name.replace('_', '-')}"
             if section == "compilation":
                 option = OPTION if name in asked else "vLLM's default"
-            found[f"{section}.{name}"] = option
-    return {**found, "compilation.key_rules": "--runner"}
+            found.setdefault((section, name), option)
+    return found
 
 
 def describe_batches(plan: Plan) -> Iterator[str]:

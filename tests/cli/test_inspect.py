@@ -105,15 +105,15 @@ def test_inspect_names_the_origin_of_each_value(home: Path) -> None:
     rows = {
         row.key: (row.value, row.origin) for row in origin_rows(loaded, build_plan(loaded.config))
     }
-    assert rows["device"] == ("cpu", "c.yaml:1")
-    assert rows["compilation.attention_support"] == ("UNIFORM_BATCH", "c.yaml:4")
+    assert rows["device"] == ("cpu", "line 1")
+    assert rows["compilation.attention_support"] == ("UNIFORM_BATCH", "line 4")
     assert rows["compilation.cudagraph_mode"] == (
         "FULL -> FULL_AND_PIECEWISE (from attention_support is UNIFORM_BATCH)",
-        "c.yaml:3",
+        "line 3",
     )
     assert rows["compilation.cudagraph_capture_sizes"] == (
         "[16, 9999] -> 16 (1) (from compilation.cudagraph_capture_sizes)",
-        "c.yaml:5",
+        "line 5",
     )
     assert rows["compilation.max_cudagraph_capture_size"] == (
         "16 (from cudagraph_capture_sizes)",

@@ -150,12 +150,10 @@ def test_aliases_and_merge_keys(write: Any) -> None:
     inputs = loaded.config.inputs
     assert inputs["y"] == inputs["x"]
     assert inputs["z"] == inputs["x"].model_copy(update={"pad": -1})
-    assert loaded.origin("inputs.x.dtype") == "c.yaml:4"
-    assert loaded.origin("inputs.y.dtype") == "c.yaml:4"
-    assert loaded.origin("inputs.z.dtype") == "c.yaml:4", (
-        "a merged value stands where it was written"
-    )
-    assert loaded.origin("inputs.z.pad") == "c.yaml:8", (
+    assert loaded.origin("inputs.x.dtype") == "line 4"
+    assert loaded.origin("inputs.y.dtype") == "line 4"
+    assert loaded.origin("inputs.z.dtype") == "line 4", "a merged value stands where it was written"
+    assert loaded.origin("inputs.z.pad") == "line 8", (
         "the key's own value wins, wherever the merge stands"
     )
     assert not [key for key in loaded.origins if "<<" in key]
