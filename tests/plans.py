@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
@@ -14,7 +15,7 @@ from cgplan.optimizer.evidence import Evidence
 from cgplan.optimizer.propose import PlanInputs, plan_graphs
 from cgplan.planning import Plan, build_plan
 from cgplan.planning.costs import GraphCosts
-from cgplan.planning.plan import capture_order
+from cgplan.planning.plan import Lane, capture_order
 
 PIECEWISE, FULL = CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
 
@@ -60,6 +61,10 @@ def config_of(
             "lora": lora,
         }
     )
+
+
+def lists_of(keys: Iterable[Key]) -> dict[Lane, tuple[int, ...]]:
+    return plan_of().changed(keys=tuple(keys)).lanes()
 
 
 def plan_of(*args: Any, **options: Any) -> Plan:

@@ -184,7 +184,7 @@ class Planner:
         loads = self.steps(config, plan)
         traffic = Traffic.mixed(loads)
         times = self.times
-        run = Run(plan.keys, traffic, times)
+        run = Run(plan.lanes(), traffic, times)
         graphs = len(plan.keys)
         anew = self._planned(config)
         others = {
@@ -198,8 +198,8 @@ class Planner:
         others |= anew.inputs.ladders
         points = []
         for name, other in others.items():
-            ran = Run(other.keys, traffic, times)
-            points.append(point_of(name, ran, drafts=len(other.draft_keys)))
+            ran = Run(other.lanes(), traffic, times)
+            points.append(point_of(name, other, ran))
         own = points[0]
         allowed = points
         if config.budget != BudgetConfig():
@@ -414,7 +414,7 @@ class Planner:
             clock = step_clock(plan, self.times, apart=self.apart)
             traffic = simulate(source, bounds, clock).changed(apart=self.apart)
             assert traffic.service is not None
-            run = Run(plan.keys, traffic, self.times)
+            run = Run(plan.lanes(), traffic, self.times)
             service = traffic.service.changed(unmeasured=run.unmeasured)
             self._known[key] = source, traffic.changed(service=service)
         return self._known[key][1]

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
 from cgplan.modes import CUDAGraphMode, Key
-from cgplan.planning.plan import Lane, Plan
+from cgplan.planning.plan import Lane, Plan, capture_order
 from cgplan.traffic.histogram import StepShape, Traffic
 from cgplan.traffic.step_times import StepTimes
-from cgplan.units import grouped
 
 EAGER = Lane(CUDAGraphMode.NONE, False, 0)
+Lists = Mapping[Lane, Sequence[int]]  # sizes of graphs in tokens, ascending, at least one each
 
 
 def columns_of(traffic: Traffic) -> tuple[Any, Any]:
@@ -61,6 +60,23 @@ def list_stride(
     return 1, 0
 
 
+def keys_of(
+    lists: Lists,
+    plan: Plan,
+) -> tuple[Key, ...]:
+    """In capture order."""
+    keys = []
+    for lane, sizes in lists.items():
+        for size in sizes:
+            key = lane.key(
+                size,
+                plan.query_len,
+                plan.max_num_seqs,
+            )
+            keys.append(key)
+    return capture_order(keys)
+
+
 @dataclass(frozen=True)
 class Use:
     """The batches that one graph runs, or that run eagerly (lane EAGER, size None): sums over them,
@@ -92,16 +108,14 @@ class Run:
     there is none. Raises StepTimeError where times of a mode that runs a batch are missing.
 
     Attributes:
-        graphs: Their number.
         traffic, times: The batches, and how long steps take.
         batches, weights: ``columns_of`` the traffic.
         missed: Whether a batch runs eagerly.
-        beyond: Whether it runs at a size that is larger than those whose times were measured.
     """
 
     def __init__(
         self,
-        keys: Iterable[Key],
+        lists: Lists,
         traffic: Traffic,
         times: StepTimes,
     ) -> None:
@@ -114,19 +128,15 @@ class Run:
         self._size = tokens.copy()  # that runs
         self._time = np.zeros_like(tokens)
         self._place = np.full_like(tokens, np.inf)  # of the lane; inf: eager
-        self.beyond = np.zeros(tokens.shape, dtype=bool)
-        pairs = [(Lane.of(*key), key[1].num_tokens) for key in keys]
-        self.graphs = len(pairs)
-        held = grouped(pairs)
-        self._lanes = sorted(held, key=attrgetter("place"))
+        self._parts: list[tuple[Lane, Any]] = []  # batches of each lane
         missed = np.isinf(self._place)
-        for lane in self._lanes:
-            sizes = np.unique(held[lane])
+        for place, lane in sorted([(lane.place, lane) for lane in lists]):
+            sizes = np.array(lists[lane])
             fits = self.may_run(lane, sizes[-1])
             runs = missed & fits
             missed &= ~fits
             at = np.searchsorted(sizes, tokens[runs])
-            self._place[runs] = lane.place
+            self._place[runs] = place
             self._run_in(lane, runs, sizes[at])
         for case in set(loras[missed].tolist()):
             here = missed & (loras == case)
@@ -142,15 +152,18 @@ class Run:
     ) -> None:
         if sizes.size:
             self._size[here] = sizes
-            self._time[here] = self._times_in(lane, sizes)
             case = lane.num_active_loras
-            self.beyond[here] = sizes > self.times.measured_to(lane.mode, case)
+            self._time[here] = self.times.at(lane.mode, sizes, case)
+            self._parts.append((lane, here))
 
     @property
     def unmeasured(self) -> float:
-        """The share of the steps ``beyond``."""
-        beyond = self.weights[self.beyond]
-        return float(beyond.sum() / self.weights.sum())
+        """The share of the steps that run at sizes larger than those whose times were measured."""
+        beyond = np.zeros_like(self.missed)
+        for lane, here in self._parts:
+            most = self.times.measured_to(lane.mode, lane.num_active_loras)
+            beyond[here] = self._size[here] > most
+        return float(self.weights[beyond].sum() / self.weights.sum())
 
     def serves(
         self,
@@ -168,14 +181,6 @@ class Run:
     ) -> Any:
         is_small = self._tokens <= most
         return is_small & self.serves(lane, self.batches)
-
-    def _times_in(
-        self,
-        lane: Lane,
-        sizes: Any,
-    ) -> Any:
-        case = lane.num_active_loras
-        return self.times.at(lane.mode, sizes, case)
 
     @property
     def expected_us(self) -> float:
@@ -212,11 +217,12 @@ class Run:
         for eager steps.
         """
         found = []
-        for lane in self._lanes:
-            runs = self._place == lane.place
+        for lane, runs in self._parts:
+            if lane.mode is EAGER.mode:
+                continue
             for size in np.unique(self._size[runs]):
                 here = runs & (self._size == size)
-                own = self._times_in(lane, self._tokens[here])
+                own = self.times.at(lane.mode, self._tokens[here], lane.num_active_loras)
                 use = self._use(lane, int(size), here, own)
                 found.append(use)
         if self.missed.any():

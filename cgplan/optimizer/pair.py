@@ -71,24 +71,16 @@ class Pair:
         self._first = first
         self._second = second
         graphs = spare.size - 1
-        both = self._demands_of(0, 1)
-        self._both = both
-        self._shared = problem.weights(1, both)
-        alone = self._demands_of(0)
-        own = both + alone
-        weights = problem.weights(0, own)
-        paths = first.paths(weights, graphs, prices)
-        missed = problem.missed(0, alone)
-        self._own = paths
-        self._before = paths.cost + missed
-        others = self._demands_of(1)
-        weights = problem.weights(1, others)
-        paths = second.paths(weights, graphs, prices)
-        missed = problem.missed(1, others)
-        self._missed = missed + problem.missed(1, both)
-        self._others = weights
-        self._after = paths
-        self._beyond = paths.cost + missed
+        alone, missed = self._left_to(0, (0,))
+        own, self._missed_first = self._left_to(0, (0, 1))
+        self._own = first.paths(alone + own, graphs, prices)
+        self._before = self._own.cost + missed
+        self._passed = own
+        self._others, missed = self._left_to(1, (1,))
+        self._shared, self._missed = self._left_to(1, (0, 1))
+        self._missed += missed
+        self._after = second.paths(self._others, graphs, prices)
+        self._beyond = self._after.cost + missed
         self._find_starts()
         # bytes that follow from where the two lanes end
         pools, static = map(
@@ -105,8 +97,7 @@ class Pair:
         second = self._second
         sizes = second.sizes[1:]
         times = second.times[:1, 1:]
-        problem = self._problem
-        weights = problem.weights(0, self._both)
+        weights = self._passed
         ends = first.sizes
         held = np.searchsorted(ends, sizes, side="right")
         last = held - 1
@@ -121,18 +112,25 @@ class Pair:
             found = best_start(before, weights, times, last)
             start[1:], end[1:] = found
 
-    def _demands_of(self, *lanes: int) -> list[int]:
-        found = []
-        for number, demand in enumerate(self._problem.demands):
-            if demand.lanes == lanes:
-                found.append(number)
-        return found
+    def _left_to(
+        self,
+        n: int,
+        lanes: tuple[int, ...],
+    ) -> tuple[Floats, Floats]:
+        """``Problem.left_to`` of the batches that try these lanes."""
+        demands = [demand for demand in self._problem.demands if demand.lanes == lanes]
+        part = replace(
+            self._problem,
+            demands=tuple(demands),
+            eager_us=0.0,
+        )
+        return part.left_to(n, ((), ()))
 
     def _solve(self, spare: Floats) -> None:
         self._room = self._room_in(spare)
         self._join()
         taken = self._taken_by[0]
-        if self._both:
+        if self._shared.any():
             some = taken[1:]
             least = some.min(initial=np.inf)
             is_paid = spare >= least
@@ -147,8 +145,7 @@ class Pair:
         joined[is_too_much] = np.inf
         taken = self._taken_by[:, 0]
         apart = self._apart
-        problem = self._problem
-        apart += problem.missed(0, self._both)
+        apart += self._missed_first
         apart += byte * taken
         is_too_much = self._room < 0
         apart[is_too_much] = np.inf
@@ -156,7 +153,7 @@ class Pair:
             joined.min(axis=1),
             apart.min(axis=1),
         )
-        value += problem.eager_us
+        value += self._problem.eager_us
         self.value = np.minimum.accumulate(value)
 
     def _room_in(self, spare: Floats) -> Ints:

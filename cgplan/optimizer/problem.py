@@ -30,6 +30,7 @@ import numpy as np
 
 from cgplan.modes import CUDAGraphMode, Key
 from cgplan.optimizer.lanes import (
+    Lists,
     columns_of,
     largest_of,
     list_stride,
@@ -46,7 +47,6 @@ from cgplan.planning.costs import GraphCosts
 from cgplan.planning.plan import (
     Lane,
     Plan,
-    capture_order,
 )
 from cgplan.traffic.histogram import StepShape, Traffic
 from cgplan.traffic.step_times import StepTimes
@@ -78,11 +78,6 @@ class Candidates:
     def each(self) -> Ints:
         graphs: Floats = self.key_costs[0]
         return graphs.astype(int)
-
-    def row_of(self, demand: int) -> int:
-        """The row of ``times`` for a demand."""
-        last = len(self.times) - 1
-        return min(demand, last)
 
     def least(self, graphs: int) -> Floats:
         """Bytes of the driver and seconds that 0 or more graphs cost at least, inf where there are
@@ -152,6 +147,7 @@ class Demand:
         weight: Weights.
         eager: Weights times the microseconds of eager steps.
         best: Weights times the least microseconds that any lane or an eager step could take.
+        row: Of ``Candidates.times``.
     """
 
     lanes: tuple[int, ...]
@@ -160,6 +156,7 @@ class Demand:
     weight: Floats
     eager: Floats
     best: Floats
+    row: int = 0
 
     @cached_property
     def each_weight(self) -> Floats:
@@ -246,37 +243,6 @@ class Problem:
             found.append(row)
         return found
 
-    def weights(
-        self,
-        n: int,
-        demands: Iterable[int],
-    ) -> Floats:
-        """The weight of the batches of these demands up to each candidate of a lane, by kinds."""
-        lane = self.lanes[n]
-        found = np.zeros(lane.times.shape)
-        for number in demands:
-            held = self.holds[number][n]
-            demand = self.demands[number]
-            weight = demand.weight
-            row = lane.row_of(number)
-            found[row] += weight[held]
-        return found
-
-    def missed(
-        self,
-        n: int,
-        demands: Iterable[int],
-    ) -> Floats:
-        """Weight times microseconds of the eager steps of their batches above each candidate."""
-        lane = self.lanes[n]
-        found = np.zeros(lane.sizes.size)
-        for number in demands:
-            held = self.holds[number][n]
-            eager = self.demands[number].eager
-            below = eager[held]
-            found += eager[-1] - below
-        return found
-
     def left_to(
         self,
         n: int,
@@ -287,17 +253,17 @@ class Problem:
         """
         lane = self.lanes[n]
         weights = np.zeros(lane.times.shape)
-        beyond = np.full(lane.sizes.size, self.eager_us)
+        width = lane.sizes.size
+        beyond = np.full(width, self.eager_us)
         for number, demand in enumerate(self.demands):
-            now = self._now(number, others)
+            now, before = self._now(number, others)
             beyond += now[-1]
-            if n in demand.lanes:
-                passed = self._passed(number, n, others)
+            if n in before:
+                passed = before[n]
                 held = self.holds[number][n]
                 held = np.maximum(held, passed)
                 weight = demand.weight[held]
-                row = lane.row_of(number)
-                weights[row] += weight - demand.weight[passed]
+                weights[demand.row] += weight - demand.weight[passed]
                 beyond -= now[held] - now[passed]
         return weights, beyond
 
@@ -312,55 +278,37 @@ class Problem:
         least[1, 1:] += self.once
         return least
 
-    def _passed(
-        self,
-        number: int,
-        n: int,
-        chosen: Chosen,
-    ) -> int:
-        """How many batch sizes of a demand earlier lanes run."""
-        demand = self.demands[number]
-        passed = 0
-        for earlier in demand.lanes:
-            if earlier == n:
-                break
-            picked = chosen[earlier]
-            if picked:
-                held = self.holds[number][earlier]
-                end = int(held[picked[-1]])
-                passed = max(passed, end)
-        return passed
-
     def _now(
         self,
         number: int,
         chosen: Chosen,
-    ) -> Floats:
+    ) -> tuple[Floats, dict[int, int]]:
         """Weight times microseconds of the batches of a demand, cumulative, in the order of its
-        tokens.
+        tokens; and of each lane how many batch sizes those before it run.
         """
         demand = self.demands[number]
         spent = demand.each_eager.copy()
         weight = demand.each_weight
         passed = 0
+        before = {}
         for n in demand.lanes:
+            before[n] = passed
             lane = self.lanes[n]
-            row = lane.row_of(number)
             holds = self.holds[number][n]
             for index in chosen[n]:
                 held = int(holds[index])
                 if held > passed:
                     ran = slice(passed + 1, held + 1)
-                    time = lane.times[row, index]
+                    time = lane.times[demand.row, index]
                     spent[ran] = weight[ran] * time
                     passed = held
-        return spent.cumsum()
+        return spent.cumsum(), before
 
     def total_of(self, chosen: Chosen) -> float:
         """Microseconds, times weight, if these candidates of each lane are captured."""
         total = self.eager_us
         for number in range(len(self.demands)):
-            now = self._now(number, chosen)
+            now, _ = self._now(number, chosen)
             total += float(now[-1])
         return total
 
@@ -370,11 +318,9 @@ class Problem:
         """
         found = [np.zeros(lane.sizes.size) for lane in self.lanes]
         for number, demand in enumerate(self.demands):
-            now = self._now(number, chosen)
-            for n in demand.lanes:
-                lane = self.lanes[n]
+            now, before = self._now(number, chosen)
+            for n, passed in before.items():
                 held = self.holds[number][n]
-                passed = self._passed(number, n, chosen)
                 picked = chosen[n]
                 every = np.arange(held.size)
                 at = np.searchsorted(picked, every)
@@ -384,10 +330,8 @@ class Problem:
                 last = np.maximum(held, first)
                 weight = demand.weight[last]
                 weight = weight - demand.weight[first]
-                row = lane.row_of(number)
-                took = weight * lane.times[row]
-                before = now[last] - now[first]
-                found[n] += before - took
+                took = weight * self.lanes[n].times[demand.row]
+                found[n] += now[last] - now[first] - took
         return found
 
     def costs_of(self, chosen: Chosen) -> tuple[int, float, float]:
@@ -399,7 +343,11 @@ class Problem:
         memory = self.workspace + driver
         memory += float(pools.sum())
         seconds += self.once
-        return int(graphs), memory, seconds
+        return (
+            int(graphs),
+            memory,
+            seconds,
+        )
 
     def costs_with(
         self,
@@ -432,27 +380,21 @@ class Problem:
             pools = np.maximum(pools, most.max(axis=1))
         return key_costs, pools
 
-    def keys_of(
+    def lists_of(
         self,
         chosen: Chosen,
         plan: Plan,
-    ) -> tuple[Key, ...]:
-        """The keys of these candidates, in capture order."""
-        keys = []
+    ) -> Lists:
+        """The sizes of these candidates."""
+        found = {}
         for candidates, picked in zip(self.lanes, chosen, strict=True):
-            sizes = candidates.sizes.tolist()
+            sizes = candidates.sizes[[*picked]]
             for lane in candidates.lanes:
                 most = largest_of(lane, plan)
-                for index in picked:
-                    size = sizes[index]
-                    if size <= most:
-                        key = lane.key(
-                            size,
-                            plan.query_len,
-                            plan.max_num_seqs,
-                        )
-                        keys.append(key)
-        return capture_order(keys)
+                own = sizes[sizes <= most]
+                if own.size:
+                    found[lane] = own.tolist()
+        return found
 
 
 def problem_of(
@@ -480,7 +422,13 @@ def problem_of(
         has_graphs |= bool(may.any())
         if one_list or may.any():
             stride = stride_of(lane, plan)
-            offer = _Offer(lane, stride, times, plan, costs)
+            offer = _Offer(
+                lane,
+                stride,
+                times,
+                plan,
+                costs,
+            )
             offers.append(offer)
             serves.append(may.tolist())
     served = list(zip(*serves, strict=True)) or [()] * weights.size
@@ -490,7 +438,13 @@ def problem_of(
     for on, rows in groups.items():
         own = StepShape._make(column[rows] for column in batches)
         tried = tuple(np.flatnonzero(on).tolist())
-        demand = _demand(tried, own, weights[rows], offers, times)
+        demand = _demand(
+            tried,
+            own,
+            weights[rows],
+            offers,
+            times,
+        )
         if tried:
             demands.append(demand)
         else:
@@ -726,7 +680,7 @@ def _with_one_list(
         key_costs=key_costs,
         pools=pools,
     )
-    shared = [replace(demand, lanes=(0,)) for demand in demands]
+    shared = [replace(demand, lanes=(0,), row=row) for row, demand in enumerate(demands)]
     return replace(
         problem,
         lanes=(made,),

@@ -42,8 +42,10 @@ from cgplan.optimizer.evidence import (
     of_costs,
 )
 from cgplan.optimizer.lanes import (
+    Lists,
     Run,
     Use,
+    keys_of,
     largest_of,
     stride_of,
 )
@@ -132,24 +134,26 @@ def plan_graphs(inputs: PlanInputs) -> PlannedGraphs:
     goal = problem.best_total + WORTH * problem.changeable  # below it no graph is worth a word
     best = curve.found.best(min(graphs, curve.graphs), goal)
     limits = inputs.limits(graphs)
-    if graphs > curve.graphs or not inputs.pays_for(limits, curve.keys_of(best.chosen)):
+    keys = keys_of(problem.lists_of(best.chosen, inputs.base), inputs.base)
+    if graphs > curve.graphs or not inputs.pays_for(limits, keys):
         problem = inputs.priced(inputs.insured)
         _check_one_graph(inputs, limits, problem)
         if most is None:
-            limits = replace(limits, graphs=len(curve.keys_of(best.chosen)))
+            limits = replace(limits, graphs=len(keys))
         best = best_plan(problem, limits, goal=goal)
-    keys = problem.keys_of(best.chosen, inputs.base)
+    lists = problem.lists_of(best.chosen, inputs.base)
     best_alone: list[float] = []
     if inputs.worst:
-        keys, best_alone = _least_regret(inputs, keys, limits)
-        total = inputs.step(keys, inputs.insured) * problem.weight
+        lists, best_alone = _least_regret(inputs, lists, limits)
+        total = inputs.step(lists, inputs.insured) * problem.weight
         best = replace(best, total=total, least=total)
     if inputs.failed or inputs.pools_shrink or (most or 0) > MOST_GRAPHS:
         # neighbours of failed sizes, larger sizes with smaller pools, and more graphs are not tried
         bound = min(best.bound, problem.best_total)
         best = replace(best, bound=bound)
-    run = Run(keys, inputs.seen, inputs.times)
-    sizes = {descriptor.num_tokens for _, descriptor in keys}
+    run = Run(lists, inputs.seen, inputs.times)
+    keys = keys_of(lists, inputs.base)
+    sizes = set[int]().union(*lists.values())
     plan = inputs.base.changed(
         capture_sizes=tuple(sorted(sizes)),
         sizes_source=f"{PLANNED_FOR} {inputs.seen.source}",
@@ -302,10 +306,10 @@ class PlanInputs:
 
     def step(
         self,
-        keys: Iterable[Key],
+        lists: Lists,
         traffic: Traffic,
     ) -> float:
-        return Run(keys, traffic, self.times).expected_us
+        return Run(lists, traffic, self.times).expected_us
 
     @property
     def pools_shrink(self) -> bool:
@@ -342,33 +346,33 @@ def with_sizes(
 
 def _least_regret(
     inputs: PlanInputs,
-    keys: tuple[Key, ...],
+    lists: Lists,
     limits: Limits,
-) -> tuple[tuple[Key, ...], list[float]]:
+) -> tuple[Lists, list[float]]:
     """The plan with the least largest regret, of this one and those that are best for some weights
     of the loads; and the best step of each load.
     """
     loads = [load for load, _ in inputs.loads]
 
-    def best_keys(traffic: Traffic) -> tuple[Key, ...]:
+    def best_lists(traffic: Traffic) -> Lists:
         problem = inputs.priced(traffic)
-        return problem.keys_of(best_plan(problem, limits).chosen, inputs.base)
+        return problem.lists_of(best_plan(problem, limits).chosen, inputs.base)
 
-    alone = [inputs.step(best_keys(load), load) for load in loads]
+    alone = [inputs.step(best_lists(load), load) for load in loads]
     weights = 1 / np.array(alone)
-    found = keys
+    found = lists
     least = math.inf
     for step in range(ROUNDS):
-        steps = [inputs.step(keys, load) for load in loads]
+        steps = [inputs.step(lists, load) for load in loads]
         regrets = np.divide(steps, alone) - 1
         if regrets.max() < least:
-            found = keys
+            found = lists
             least = float(regrets.max())
         apart = regrets - regrets.mean()
         apart /= max(float(np.abs(apart).max()), EXACT)
         weights *= np.exp(4 / (1 + step) * apart)
         weighed = list(zip(loads, weights.tolist(), strict=True))
-        keys = best_keys(inputs.with_others(Traffic.mixed(weighed)))
+        lists = best_lists(inputs.with_others(Traffic.mixed(weighed)))
     return found, alone
 
 
@@ -391,7 +395,8 @@ def _check_one_graph(
     if not singles:
         return
     memory, seconds, cheapest = min(singles)
-    names = [f"{mode} {descriptor}" for mode, descriptor in problem.keys_of(cheapest, inputs.base)]
+    keys = keys_of(problem.lists_of(cheapest, inputs.base), inputs.base)
+    names = [f"{mode} {descriptor}" for mode, descriptor in keys]
     wrong = []
     enough = []
     if limits.memory is not None and memory > limits.memory:
@@ -431,8 +436,7 @@ class Curve:
         inputs = self.inputs
         steps = []
         for graphs in range(self.graphs + 1):
-            keys = self.keys(graphs)
-            steps.append(inputs.step(keys, inputs.seen))
+            steps.append(inputs.step(self.lists(graphs), inputs.seen))
         return steps
 
     @property
@@ -440,9 +444,10 @@ class Curve:
         return self.found.value.size - 1
 
     @cached_property
-    def keys(self) -> Callable[[int], tuple[Key, ...]]:
+    def lists(self) -> Callable[[int], Lists]:
         """Of the best plan of so many graphs."""
-        return cache(lambda graphs: self.keys_of(self.found.chosen(graphs)))
+        base = self.inputs.base
+        return cache(lambda graphs: self.problem.lists_of(self.found.chosen(graphs), base))
 
     def fewest(self, total: float) -> int | None:
         """The fewest graphs with which all steps together are no longer than that."""
@@ -454,22 +459,22 @@ class Curve:
         """The fewest graphs that suffice for ``plan_graphs``."""
         inputs = self.inputs
         ladders = inputs.ladders
-        goals = [ladders[name] for name in (inputs.asked, "vllm") if name in ladders]
-        goals = goals or list(ladders.values())
+        plans = [ladders[name] for name in (inputs.asked, "vllm") if name in ladders]
+        goals = [plan.lanes() for plan in plans or ladders.values()]
         parts = [(load, ALIKE) for load, _ in inputs.loads]
         parts += [(other, NO_GAIN) for other, _ in inputs.others]
         longest = []
         for part, share in parts:
             slack = share * inputs.problem(part, None).changeable / part.total
-            least = min((inputs.step(plan.keys, part) for plan in goals), default=math.inf)
+            least = min((inputs.step(lists, part) for lists in goals), default=math.inf)
             longest.append((part, least + slack))
         problem = self.problem
         fewest = self.fewest(problem.best_total + CLOSE * problem.saved)
         if fewest is None:
             return self.worthwhile
         for graphs in range(max(fewest, 1), self.graphs + 1):
-            keys = self.keys(graphs)
-            if all(inputs.step(keys, part) <= goal for part, goal in longest):
+            lists = self.lists(graphs)
+            if all(inputs.step(lists, part) <= goal for part, goal in longest):
                 return graphs
         return self.worthwhile
 
@@ -479,9 +484,6 @@ class Curve:
         slack = WORTH * self.problem.changeable
         return self.fewest(float(self.found.value[-1]) + slack) or 0
 
-    def keys_of(self, chosen: Chosen) -> tuple[Key, ...]:
-        return self.problem.keys_of(chosen, self.inputs.base)
-
     def price(self, keys: tuple[Key, ...]) -> dict[str, Any]:
         """``bytes`` and ``seconds`` of keys, in capture order; None where costs are not known."""
         costs = self.inputs.costs
@@ -489,7 +491,10 @@ class Curve:
         return {"bytes": cost and cost.total_bytes, "seconds": cost and cost.seconds}
 
     def point(self, graphs: int) -> ParetoPoint:
-        keys = self.keys(graphs)
+        inputs = self.inputs
+        keys: tuple[Key, ...] = ()
+        if inputs.costs is not None:  # else they have no price
+            keys = keys_of(self.lists(graphs), inputs.base)
         return ParetoPoint(
             graphs=graphs,
             expected_us=self.steps[graphs],
@@ -612,10 +617,10 @@ class PlannedGraphs:
         for load, alone in zip_longest(loads, self.best_alone):
             theirs = None
             if ladder is not None:
-                theirs = self.inputs.step(ladder.keys, load)
+                theirs = self.inputs.step(ladder.lanes(), load)
             yield LoadPoint(
                 source=load.source,
-                expected_us=self.inputs.step(self.plan.keys, load),
+                expected_us=self.inputs.step(self.plan.lanes(), load),
                 ladder_us=theirs,
                 best_us=alone,
             )
@@ -650,14 +655,14 @@ class PlannedGraphs:
         plan: Plan,
     ) -> LadderPoint:
         curve = self.inputs.curve
-        run = Run(plan.keys, self.run.traffic, self.run.times)
+        run = Run(plan.lanes(), self.run.traffic, self.run.times)
         step = run.expected_us
         near = curve.alone.infinite_us + NO_GAIN * self._changeable_us
         return point_of(
             name,
+            plan,
             run,
             **curve.price(plan.keys),
-            drafts=len(plan.draft_keys),
             equal=self._point_within(step),
             alike=self._point_within(step + ALIKE * self._changeable_us),
             no_gain=step <= near,
@@ -758,10 +763,10 @@ class PlannedGraphs:
             return ()
         if graphs is None:
             every = [tuple(range(1, lane.sizes.size)) for lane in problem.lanes]
-            chosen: Chosen = tuple(every)
+            lists = problem.lists_of(tuple(every), inputs.base)
         else:
-            chosen = curve.found.chosen(graphs)
-        return self._broken(curve.keys_of(chosen))
+            lists = curve.lists(graphs)
+        return self._broken(keys_of(lists, inputs.base))
 
     def _next_graph(self, binding: Sequence[PlanLimit]) -> NextGraph | None:
         curve = self.inputs.curve
@@ -842,13 +847,15 @@ def use_of(use: Use, run: Run) -> SizeUse:
     )
 
 
-def point_of(name: str, run: Run, **more: Any) -> LadderPoint:
+def point_of(name: str, plan: Plan, run: Run, **more: Any) -> LadderPoint:
     """Graphs beside others, by the traffic that ran through them."""
+    graphs = len(plan.keys)
     used = [use for use in run.uses if use.size is not None]
     return LadderPoint(
         name=name,
-        graphs=run.graphs,
-        unused=run.graphs - len(used),
+        graphs=graphs,
+        drafts=len(plan.draft_keys),
+        unused=graphs - len(used),
         expected_us=run.expected_us,
         padding=run.padding,
         **run.by_kind,

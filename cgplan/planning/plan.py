@@ -288,7 +288,7 @@ class Plan(Record):
 
     def lanes(self) -> dict[Lane, tuple[int, ...]]:
         """Capture sizes of each lane, ascending, in tokens."""
-        found = grouped((Lane.of(*key), key[1].num_tokens) for key in self.keys)
+        found = grouped([(Lane.of(*key), key[1].num_tokens) for key in self.keys])
         return {lane: tuple(sorted(set(sizes))) for lane, sizes in found.items()}
 
     def __str__(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise, product
 from pathlib import Path
 from statistics import median
@@ -549,6 +550,27 @@ class StepTimes(Record):
         num_active_loras: int = 0,
     ) -> Floats:
         """``of`` for an array of tokens. Raises StepTimeError if no curve tells the time."""
+        lane = mode, num_active_loras
+        largest = int(tokens.max(initial=0))
+        known = self._known.get(lane)
+        if known is None or largest >= known.size:
+            every = np.arange(1 << largest.bit_length())
+            known = self._times_of(mode, every, num_active_loras)
+            self._known[lane] = known
+        found: Floats = known[tokens.astype(int)]
+        return found
+
+    @cached_property
+    def _known(self) -> dict[tuple[CUDAGraphMode, int], Floats]:
+        """By mode and LoRA case: the times of 0 tokens and more."""
+        return {}
+
+    def _times_of(
+        self,
+        mode: CUDAGraphMode,
+        tokens: npt.NDArray[Any],
+        num_active_loras: int,
+    ) -> Floats:
         curve, factor = self._curve_of(mode, num_active_loras)
         of_full: Floats | None = None
         if mode is not CUDAGraphMode.FULL:

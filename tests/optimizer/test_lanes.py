@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from plans import plan_of
 
 from cgplan.errors import PlanError
-from cgplan.modes import RUNTIME_MODES, BatchDescriptor, CUDAGraphMode
+from cgplan.modes import RUNTIME_MODES, CUDAGraphMode
 from cgplan.optimizer.lanes import EAGER, Run
 from cgplan.planning import CudagraphDispatcher
 from cgplan.planning.plan import Lane
@@ -50,7 +50,7 @@ def test_a_batch_runs_where_the_dispatcher_sends_it(rules: str, data: st.DataObj
     loras = data.draw(st.integers(0, lora["max_loras"] if lora else 0), label="loras")
     batch = StepShape(size, reqs, uniform, loras)
 
-    [use] = Run(plan.keys, Traffic.of({batch: 1}, "one"), TIMES).uses
+    [use] = Run(plan.lanes(), Traffic.of({batch: 1}, "one"), TIMES).uses
 
     mode, key = CudagraphDispatcher(plan).dispatch(size, uniform, loras, num_reqs=reqs)
     if mode is CUDAGraphMode.NONE:
@@ -62,13 +62,12 @@ def test_a_batch_runs_where_the_dispatcher_sends_it(rules: str, data: st.DataObj
 def test_steps_beyond_those_measured_are_a_share() -> None:
     points = {(mode, 0): {1: 5.0, 4: 9.0} for mode in RUNTIME_MODES}
     traffic = Traffic.of({StepShape(4, 4, True): 3, StepShape(100, 4): 1}, "some")
-    run = Run(plan_of(seqs=4, tokens=128).keys, traffic, StepTimes.measured(points, "few"))
+    run = Run(plan_of(seqs=4, tokens=128).lanes(), traffic, StepTimes.measured(points, "few"))
     assert run.unmeasured == 0.25
-    assert run.beyond.tolist() == [False, True]
     without_piecewise = StepTimes.measured(
         {(CUDAGraphMode.NONE, 0): {1: 9.0, 200: 9.0}, (CUDAGraphMode.FULL, 0): {1: 5.0, 90: 6.0}},
         "no PIECEWISE",
     )
-    piecewise = [(CUDAGraphMode.PIECEWISE, BatchDescriptor(128))]
+    piecewise = {Lane(CUDAGraphMode.PIECEWISE, False, 0): [128]}
     assert Run(piecewise, traffic, without_piecewise).unmeasured == 1
-    assert Run([], traffic, without_piecewise).unmeasured == 0
+    assert Run({}, traffic, without_piecewise).unmeasured == 0

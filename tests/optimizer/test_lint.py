@@ -43,7 +43,7 @@ def traffic(*parts: dict[StepShape, float]) -> Traffic:
 
 def warnings(plan: Plan, seen: Traffic, about: str = "", times: StepTimes = TIMES) -> list[str]:
     """Those with these words."""
-    return [warning for warning in lint(plan, Run(plan.keys, seen, times)) if about in warning]
+    return [warning for warning in lint(plan, Run(plan.lanes(), seen, times)) if about in warning]
 
 
 def test_a_plan_that_fits_has_no_warning() -> None:

@@ -91,7 +91,7 @@ def test_batches_run_where_the_dispatcher_sends_them(
     plan: Plan, tokens: int, uniform: bool, loras: int
 ) -> None:
     mode, descriptor = CudagraphDispatcher(plan).dispatch(tokens, uniform, loras)
-    (use,) = Run(plan.keys, traffic({StepShape(tokens, 1, uniform, loras): 1.0}), TIMES).uses
+    (use,) = Run(plan.lanes(), traffic({StepShape(tokens, 1, uniform, loras): 1.0}), TIMES).uses
     if use.size is None:
         assert (mode, use.lane) == (NONE, EAGER)
     else:
@@ -104,7 +104,7 @@ def test_batches_run_where_the_dispatcher_sends_them(
 def test_traffic_through_a_plan() -> None:
     plan = build_plan(config_of("FULL_AND_PIECEWISE", [4, 16], seqs=8))
     run = Run(
-        plan.keys,
+        plan.lanes(),
         traffic({StepShape(3, 3, True): 2, StepShape(10, 2): 1, StepShape(20, 2): 1}),
         TIMES,
     )
@@ -161,7 +161,7 @@ def test_a_plan_does_without_what_could_not_be_captured(
     failed = {(FULL, BatchDescriptor(n, n)): f"HostSyncError: at {n}" for n in lost}
     proposal = propose(config, seen, TIMES, COSTS, failed)
     best = min(
-        Run([(FULL, BatchDescriptor(n, n)) for n in sizes], seen, TIMES).expected_us
+        Run({Lane(FULL, False, 0): sizes} if sizes else {}, seen, TIMES).expected_us
         for count in range(graphs + 1)
         for sizes in combinations(sorted(set(weights) - lost), count)
     )
@@ -227,9 +227,9 @@ def test_every_figure_of_the_evidence_is_of_the_plan() -> None:
     config, seen = config_of(seqs=64, budget={"max_graphs": 5}), traffic(decode(60))
     proposal = propose(config, seen, TIMES, COSTS)
     evidence, keys = proposal.evidence, proposal.plan.keys
-    run = Run(keys, seen, TIMES)
+    run = Run(proposal.plan.lanes(), seen, TIMES)
     assert evidence.expected_us.plan == pytest.approx(run.expected_us)
-    assert evidence.expected_us.eager == pytest.approx(Run((), seen, TIMES).expected_us) == 1000
+    assert evidence.expected_us.eager == pytest.approx(Run({}, seen, TIMES).expected_us) == 1000
     assert evidence.expected_us.bound == pytest.approx(sum(100 + 10 * n for n in range(1, 61)) / 60)
     cost = COSTS.of(keys)
     assert (evidence.graphs, evidence.bytes, evidence.seconds) == (
@@ -286,8 +286,8 @@ def test_insurance_covers_batches_that_the_traffic_does_not_show() -> None:
     assert max(bare.plan.capture_sizes) == 6
     assert max(insured.plan.capture_sizes) == 64
     for seen, most in ((small, 1.001), (small.unseen(bare.plan), 1.01), (traffic(decode()), 1.05)):
-        vllm = Run(build_plan(config_of()).keys, seen, TIMES).expected_us
-        assert Run(insured.plan.keys, seen, TIMES).expected_us <= vllm * most
+        vllm = Run(build_plan(config_of()).lanes(), seen, TIMES).expected_us
+        assert Run(insured.plan.lanes(), seen, TIMES).expected_us <= vllm * most
     assert insured.evidence.insurance == 0.1
     few = propose(config_of(budget={"max_graphs": 2}), small, TIMES, insurance=0.1)
     assert max(few.plan.capture_sizes) > 30
@@ -300,13 +300,13 @@ def test_several_loads_in_one_plan() -> None:
     both = propose(config, [(low, 1.0), (high, 1.0)], TIMES)
     assert [point.source for point in both.evidence.loads] == ["by hand", "by hand"]
     for load, point, own in zip((low, high), both.evidence.loads, alone, strict=True):
-        assert point.expected_us == pytest.approx(Run(both.plan.keys, load, TIMES).expected_us)
+        assert point.expected_us == pytest.approx(Run(both.plan.lanes(), load, TIMES).expected_us)
         assert (
             own.evidence.expected_us.plan
             <= point.expected_us
             <= own.evidence.expected_us.plan * 1.1
         )
-    even = sum(Run(both.plan.keys, load, TIMES).expected_us for load in (low, high)) / 2
+    even = sum(Run(both.plan.lanes(), load, TIMES).expected_us for load in (low, high)) / 2
     assert both.evidence.expected_us.plan == pytest.approx(even), "each load counts by its weight"
     worst = propose(config, [(low, 1.0), (high, 1.0)], TIMES, worst=True).evidence
 
@@ -525,10 +525,10 @@ def test_what_a_key_more_would_bring_is_what_it_brings(
         )
     )
     keys = whole.keys[::most]
-    before = Run(keys, seen, TIMES)
+    before = Run(plans.lists_of(keys), seen, TIMES)
     for key in set(whole.keys) - set(keys):
         lane, size = Lane(key[0], key[1].uniform, key[1].num_active_loras), key[1].num_tokens
-        after = Run([*keys, key], seen, TIMES)
+        after = Run(plans.lists_of([*keys, key]), seen, TIMES)
         weight, gain = before.gain_of(lane, size)
         assert weight == pytest.approx(
             sum(use.weight for use in after.uses if (use.lane, use.size) == (lane, size))
@@ -573,7 +573,9 @@ def test_ladders_stand_beside_the_curve() -> None:
     vllm = ladder(evidence, "vllm")
     keys = build_plan(config).keys
     assert vllm.graphs == len(keys) == 11
-    assert vllm.expected_us == pytest.approx(Run(keys, traffic(decode()), TIMES).expected_us)
+    assert vllm.expected_us == pytest.approx(
+        Run(plans.lists_of(keys), traffic(decode()), TIMES).expected_us
+    )
     assert (vllm.bytes, vllm.seconds) == (COSTS.of(keys).total_bytes, COSTS.of(keys).seconds)
     for point in evidence.ladders:
         assert point.equal is not None

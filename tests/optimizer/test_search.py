@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plans import Costs, plan_of, propose
+from plans import Costs, lists_of, plan_of, propose
 
 from cgplan.config import BudgetConfig, Config
 from cgplan.errors import BudgetError
 from cgplan.modes import CUDAGraphMode, Key
-from cgplan.optimizer.lanes import Run, largest_of, stride_of
+from cgplan.optimizer.lanes import Run, keys_of, largest_of, stride_of
 from cgplan.optimizer.paths import best_paths
 from cgplan.optimizer.problem import Chosen, Problem, problem_of
 from cgplan.optimizer.search import Limits, Search, best_plan
@@ -44,7 +44,7 @@ class Instance:
         return problem_of(self.lanes, self.traffic, self.times, self.plan, costs)
 
     def keys(self, problem: Problem, chosen: Chosen) -> list[Key]:
-        return [*problem.keys_of(chosen, self.plan)]
+        return [*keys_of(problem.lists_of(chosen, self.plan), self.plan)]
 
 
 def bounds(query_len: int, max_num_seqs: int, max_num_batched_tokens: int) -> Plan:
@@ -248,7 +248,7 @@ def test_one_lane_is_exact_for_every_number_of_graphs(instance: Instance) -> Non
         assert found.value[graphs] / problem.weight == pytest.approx(every.best(Limits(graphs)))
         keys = instance.keys(problem, found.chosen(graphs))
         assert len(keys) <= graphs
-        assert Run(keys, instance.traffic, instance.times).expected_us == pytest.approx(
+        assert Run(lists_of(keys), instance.traffic, instance.times).expected_us == pytest.approx(
             found.value[graphs] / problem.weight
         )
 
@@ -312,7 +312,9 @@ def test_two_lanes_are_exact(instance: Instance, graphs: int) -> None:
     assert best.bound == pytest.approx(best.least, rel=1e-8), "it is proven"
     keys = instance.keys(problem, best.chosen)
     assert len(keys) <= graphs
-    assert Run(keys, instance.traffic, instance.times).expected_us == pytest.approx(expected)
+    assert Run(lists_of(keys), instance.traffic, instance.times).expected_us == pytest.approx(
+        expected
+    )
 
 
 @settings(max_examples=100, deadline=None)
@@ -404,7 +406,7 @@ def check_within(
     cost = costs.of(keys)
     assert limits.pays_for(len(keys), cost.total_bytes, cost.seconds)
     assert problem.costs_of(chosen) == pytest.approx((len(keys), cost.total_bytes, cost.seconds))
-    expected = Run(keys, instance.traffic, instance.times).expected_us
+    expected = Run(lists_of(keys), instance.traffic, instance.times).expected_us
     assert expected == pytest.approx(total / problem.weight)
 
 
@@ -503,7 +505,7 @@ def test_one_list_for_all_lanes_is_exact(instance: Instance, graphs: int) -> Non
     assert found.bound[-1] / problem.weight <= least * (1 + 1e-9)
     keys = instance.keys(problem, found.chosen(graphs))
     assert len(keys) <= graphs
-    expected = Run(keys, instance.traffic, times).expected_us
+    expected = Run(lists_of(keys), instance.traffic, times).expected_us
     if found.bound[-1] >= found.value[-1] * (1 - 1e-9):  # it is said to be proven
         assert expected == pytest.approx(least)
     else:

@@ -64,7 +64,7 @@ def test_all_that_reads_a_mode_runs_its_batches_alike(mode: CUDAGraphMode, rules
     for uniform, runtime in ((True, decode), (False, mixed)):
         assert dispatcher.dispatch(6, uniform, num_reqs=3)[0] is runtime
         traffic = Traffic.of({StepShape(6, 3, uniform): 1}, "one batch")
-        [use] = Run(plan.keys, traffic, StepTimes.default()).uses
+        [use] = Run(plan.lanes(), traffic, StepTimes.default()).uses
         assert use.lane.mode is runtime
 
     words = {runtime: str(runtime) for runtime in RUNTIME_MODES} | {NONE: "eager"}
