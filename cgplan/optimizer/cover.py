@@ -3,14 +3,14 @@
 Note [Boxes]
 ~~~~~~~~~~~~
 To choose columns with the least total of each row's weight times its least cost is the p-median
-problem. A price u for each row and prices v for the limits give a bound on every choice within the
-limits (Lagrangian relaxation), which subgradient steps raise:
+problem. A price u for each row and prices v for bytes and seconds give a bound on every choice
+within the limits (Lagrangian relaxation), which subgradient steps raise:
 
-    L(u, v) = sum of w u - v limits - the most that columns gain,
+    L(u, v) = sum of w u - v limits - the most that so many columns gain,
 
 where a column gains the sum of w max(u - cost, 0) less v times its figures. A column that loses
-more than the gap is in no better choice. Branching on the cost of one row closes the gap, or the
-effort ends.
+more than the gap is in no better choice. Branching on columns, which pays for what they take of the
+limits, closes the gap, or the effort ends.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ import numpy.typing as npt
 
 from cgplan.optimizer.paths import Floats, Ints
 
-EFFORT = 220_000_000  # costs to look at, about
-OVERHEAD = 1 << 14  # of a step, in costs
-STEPS, PATIENCE = 100, 20  # at a node, without progress
+EFFORT = 280_000_000  # costs to look at, about
+OVERHEAD = 3 << 13  # of a step, in costs
+FIRST, STEPS = 200, 40  # at the first node, at others
+PATIENCE = 8  # steps without progress
 LENGTH = 1.5  # of the first step, as a share of the way to the value
 MOMENTUM = 0.8  # share of the step before
 RECENT = 0.1  # weight of the last choice
 RARE = 0.05  # share of recent choices below which a column is not likely
-NEVER = 1e-3  # of a column that was in none
+LEAST = 1e-9  # bytes or seconds that are left
 PROVEN = 1e-9  # relative gap that counts as none
 Bools = npt.NDArray[np.bool_]
 
@@ -64,14 +65,18 @@ class Purse:
             np.zeros((4, columns)),
         )
 
+    def buffers(self, chosen: list[int] | Ints) -> Floats:
+        """Bytes of static buffers, by groups."""
+        held = np.zeros_like(self.figures[3])
+        held[chosen] = self.figures[3, chosen]
+        largest: Floats = held.reshape(-1, self.groups).max(axis=0)
+        return largest
+
     def pays_beside(self, chosen: list[int]) -> Bools:
         """Whether the limits pay for each column beside the chosen ones."""
         driver, took, pool, static = self.figures
-        held = np.zeros_like(static)
-        held[chosen] = static[chosen]
-        shape = -1, self.groups
-        largest = held.reshape(shape).max(axis=0)
-        grown = static.reshape(shape) - largest
+        largest = self.buffers(chosen)
+        grown = static.reshape(-1, self.groups) - largest
         grown = np.maximum(grown, 0.0)
         memory = driver + driver[chosen].sum()
         memory += np.maximum(
@@ -156,30 +161,34 @@ def best_columns(
         filled(cost, weights),
         weights,
         purse,
+        np.isfinite(cost),
         [],
     )
     search.look_around(())
     search.look_around(start)
-    is_held = np.isfinite(cost)
-    bound = search.bound(cost[is_held].max())
+    bound = search.bound()
     return search.best, bound
 
 
 class _Node(NamedTuple):
-    """The choices of these columns that cost each row at most its cap."""
+    """The choices of all fixed columns and of some free ones."""
 
     bound: float
-    columns: Ints
-    caps: Floats
-    prices: Floats
+    fixed: Ints
+    free: Ints
+    prices: Floats  # of rows, bytes and seconds
+    steps: int = STEPS
 
 
 class _Dual(NamedTuple):
-    """A bound, its prices, gains of columns, and how often they were chosen of late."""
+    """A bound, its prices, gains of columns, what a choice with each of them loses, and how often
+    they were chosen of late.
+    """
 
     bound: float
     prices: Floats
     gains: Floats
+    lost: Floats
     often: Floats
 
 
@@ -190,6 +199,7 @@ class _Search:
     cost: Floats
     weights: Floats
     purse: Purse
+    is_held: Bools
     best: list[int]
     value: float = np.inf
     effort: int = EFFORT
@@ -206,262 +216,176 @@ class _Search:
             self.best = found
             self.value = total
 
-    def bound(self, cap: float) -> float:
-        """Of all choices that cost each row at most the cap."""
-        rows, columns = self.cost.shape
+    def bound(self) -> float:
+        """Of all choices."""
         own = self.cost[:, self.best].min(axis=1, initial=self.cost.max())
+        every = np.flatnonzero(self.is_held.any(axis=0))
         first = _Node(
             -np.inf,
-            np.arange(columns),
-            np.full(rows, cap),
-            np.append(own, [0.0] * 4),
+            every[:0],
+            every,
+            np.append(own, [0.0, 0.0]),
+            FIRST,
         )
         nodes = [first]
-        closed: list[float] = []
         while nodes and self.effort > 0:
             nodes.sort(key=attrgetter("bound"), reverse=True)
-            node = nodes.pop()
-            relaxed = _Relaxed(self, node)
-            if not relaxed.is_possible:
-                continue
-            dual = relaxed.raised(node.prices, self.value)
-            self.effort -= STEPS * (relaxed.size + OVERHEAD)
-            if dual.bound >= self.value * (1 - PROVEN):
-                continue
-            number = np.count_nonzero(dual.often > RARE)
-            likely = np.argsort(-dual.often)[:number]
-            self.look_around(relaxed.columns[likely].tolist())
-            parts = self._parts(node, relaxed, dual)
-            nodes += parts
-            if not parts:
-                closed.append(dual.bound)
-        closed += [node.bound for node in nodes]
-        return min([self.value, *closed])
+            nodes += self._parts(nodes.pop())
+        bounds = [node.bound for node in nodes]
+        return min([self.value, *bounds])
 
-    def _parts(
-        self,
-        node: _Node,
-        relaxed: _Relaxed,
-        dual: _Dual,
-    ) -> list[_Node]:
-        """Nodes in the place of this one, where it can be split."""
-        gap = self.value - dual.bound
-        is_left = dual.gains > -gap  # others are in no better choice
-        cost = relaxed.cost[:, is_left]
-        bound = max(node.bound, dual.bound)
-        rest = _Node(
-            bound,
-            relaxed.columns[is_left],
-            node.caps,
+    def _parts(self, node: _Node) -> list[_Node]:
+        """Nodes in the place of this one; none where no choice in it is better."""
+        purse = self.purse
+        fixed = node.fixed
+        paid = purse.pays_beside(fixed.tolist())
+        free = node.free[paid[node.free]]
+        columns = np.append(fixed, free)
+        is_held = self.is_held[:, columns]
+        if not is_held.any(axis=1).all():
+            return []
+        driver, took, pool, static = purse.figures
+        room = 1 + PROVEN  # sums are not exact
+        memory = room * purse.memory - driver[fixed].sum()
+        buffers = (
+            (pool, pool[fixed].max(initial=0.0)),
+            (static, purse.buffers(fixed).sum()),
+        )
+        for figure, spent in buffers:
+            held = np.where(is_held, figure[columns], np.inf)
+            least = held.min(axis=1)
+            memory -= max(spent, least.max())
+        seconds = room * purse.seconds - took[fixed].sum()
+        limits = np.array([[memory], [seconds]])
+        if (limits < 0).any():
+            return []
+        shares = purse.figures[:2, columns] / np.maximum(limits, LEAST)
+        shares[:, : fixed.size] = 0.0
+        graphs = min(purse.graphs, *map(_number, shares))
+        dual = self._raised(
+            node,
+            columns,
+            shares,
+            graphs,
+        )
+        self.effort -= node.steps * (is_held.sum() + OVERHEAD)
+        if dual.bound >= self.value * (1 - PROVEN):
+            return []
+        number = np.count_nonzero(dual.often > RARE)
+        likely = np.argsort(-dual.often)[:number]
+        self.look_around(columns[likely].tolist())
+        is_open = dual.lost < self.value - dual.bound  # others are in no better choice
+        is_open[: fixed.size] = False
+        if not is_open.any():
+            return []
+        often = dual.often[is_open]
+        gains = np.maximum(dual.gains[is_open], LEAST)
+        doubt = often * (1 - often) * gains
+        rest = columns[is_open]
+        at = doubt.argmax()
+        without = _Node(
+            max(node.bound, dual.bound),
+            fixed,
+            np.delete(rest, at),
             dual.prices,
         )
-        is_held = cost <= node.caps[:, None]
-        if bound - node.bound > gap or not is_held.any(axis=1).all():
-            return [rest]
-        is_used = cost < dual.prices[: len(cost), None]
-        often = is_used * dual.often[is_left]
-        share = is_held * (often + NEVER)
-        mean = (share * cost).sum(axis=1)
-        mean /= share.sum(axis=1)
-        apart = np.abs(cost - mean[:, None])
-        spread = (share * apart).sum(axis=1)
-        spread *= self.weights
-        row = int(spread.argmax())
-        is_cheap = cost[row] <= mean[row]
-        is_dear = is_held[row] & ~is_cheap
-        if not is_cheap.any() or not is_dear.any():
-            return []
-        caps = np.minimum(
-            node.caps,
-            cost[:, is_cheap].max(axis=1),
-        )
-        cheap = rest._replace(caps=caps)
-        dear = rest._replace(columns=rest.columns[~is_cheap])
-        return [cheap, dear]
+        beside = without._replace(fixed=np.append(fixed, rest[at]))
+        return [without, beside]
 
-
-class _Relaxed:
-    """L at a node. Limits are of graphs, memory beside the least static buffers, all memory, and
-    seconds.
-
-    Attributes:
-        cost: [rows, columns]; the largest of all where it is above the cap.
-        size: Pairs of a row and a column that holds it.
-    """
-
-    def __init__(self, search: _Search, node: _Node) -> None:
-        purse = search.purse
-        weights = search.weights
-        self._weights = weights
-        worse = search.value / weights.min()  # of one row makes a choice no better
-        self._most = max(
-            search.cost.max(),
-            worse,
-        )
-        cost = search.cost[:, node.columns]
-        is_held = cost <= node.caps[:, None]
-        is_some = is_held.any(axis=0)
-        is_held = is_held[:, is_some]
-        self.columns = node.columns[is_some]
-        self.cost = np.where(
-            is_held,
-            cost[:, is_some],
-            self._most,
-        )
-        column, self._row = np.nonzero(is_held.T)
-        self.size = column.size
-        is_first = np.diff(column, prepend=-1) > 0
-        self._starts = np.flatnonzero(is_first)
-        weighted = self.cost.T * weights
-        self._weighted = weighted[is_held.T]
-
-        def least_of(figure: Floats) -> float:
-            """Of a figure of which the largest counts."""
-            held = np.where(
-                is_held,
-                figure[self.columns],
-                np.inf,
-            )
-            least = held.min(
-                axis=1,
-                initial=np.inf,
-            )
-            return float(least.max())
-
+    def _raised(
+        self,
+        node: _Node,
+        columns: Ints,
+        shares: Floats,
+        graphs: int,
+    ) -> _Dual:
+        """The largest bound that steps from the node's prices find, for at most so many columns
+        with these shares of bytes and seconds.
+        """
+        value = self.value
+        weights = self.weights
+        rows = weights.size
         total = weights.sum()
-        byte = total / purse.memory
-        second = total / purse.seconds
-        units = [[byte], [second], [byte], [byte]]
-        shares = purse.figures * units
-        driver, took = shares[:2, self.columns]
-        pool, static = shares[2:]
-        beside = total - least_of(pool)
-        left = beside - least_of(static)
-        graphs = min(
-            purse.graphs,
-            _number(driver, left),
-            _number(took, total),
+        most = max(
+            self.cost.max(),
+            value / weights.min(),  # of one row makes a choice no better
         )
-        self.is_possible = graphs > 0
-        each = np.full(
-            self.columns.size,
-            total / max(graphs, 1),
-        )
-        self._shares = np.stack([each, driver, driver, took])
-        self._ends = np.append(
-            weights,
-            [-total, -left, -beside, -total],
-        )
-        self._scale = np.append(
-            weights,
-            [total] * 4,
-        )
-        pool = np.maximum(
-            pool - least_of(pool),
-            0.0,
-        )
-        self._order = np.argsort(pool, kind="stable")
-        self._pool = pool.reshape(
-            -1,
-            purse.groups,
-        )
-        self._static = static.reshape(-1, purse.groups)
-
-    def raised(self, prices: Floats, value: float) -> _Dual:
-        """The largest bound that steps from these prices find."""
-        rows = len(self.cost)
-        often = np.zeros(self.columns.size)
+        cost = self.cost[:, columns]
+        is_held = self.is_held[:, columns]
+        column, row = np.nonzero(is_held.T)
+        first = np.searchsorted(column, np.arange(columns.size))
+        weighted = weights[row] * cost[row, column]
+        fixed = np.arange(node.fixed.size)
+        shares = total * shares
+        ends = np.append(weights, [-total, -total])
+        prices = node.prices
+        often = np.zeros(columns.size)
         heading = np.zeros_like(prices)
         best = _Dual(
             -np.inf,
             prices,
             often,
             often,
+            often,
         )
         length, idle = LENGTH, 0
-        for _ in range(STEPS):
-            worth = self._weights * prices[:rows]
-            saved = worth[self._row]
-            saved -= self._weighted
+        for _ in range(node.steps):
+            worth = weights * prices[:rows]
+            saved = worth[row]
+            saved -= weighted
             np.maximum(saved, 0.0, out=saved)
-            gains = np.add.reduceat(saved, self._starts)
-            limits = prices[rows:]
-            gains -= limits @ self._shares
-            gain, chosen, taken = self._chosen(gains, limits)
-            bound = float(self._ends @ prices) - gain
+            gains = np.add.reduceat(saved, first)
+            gains -= prices[rows:] @ shares
+            order = np.argsort(-gains)
+            order = order[order >= fixed.size]
+            left = graphs - fixed.size
+            chosen = order[:left]
+            chosen = chosen[gains[chosen] > 0]
+            chosen = np.append(fixed, chosen)
+            bound = float(ends @ prices - gains[chosen].sum())
             often = often * (1 - RECENT)
             often[chosen] += RECENT
             idle += 1
             if bound > best.bound:
-                best = _Dual(bound, prices, gains, often)
+                instead = gains[order[left - 1 : left]].max(initial=0.0)
+                best = _Dual(
+                    bound,
+                    prices,
+                    gains,
+                    instead - gains,
+                    often,
+                )
                 idle = 0
             elif idle > PATIENCE:
                 length /= 2
                 idle = 0
-            is_served = self.cost[:, chosen] < prices[:rows, None]
-            served = self._weights * is_served.sum(axis=1)
-            slope = self._ends + np.append(-served, taken)
+            is_served = cost[:, chosen] < prices[:rows, None]
+            is_served &= is_held[:, chosen]
+            served = weights * is_served.sum(axis=1)
+            taken = shares[:, chosen].sum(axis=1)
+            slope = ends + np.append(-served, taken)
             is_fixed = np.where(
                 slope > 0,
-                prices >= self._most,
+                prices >= most,
                 prices <= 0,
             )
             slope[is_fixed] = 0.0
             if bound >= value * (1 - PROVEN) or not slope.any():
                 break
             heading = slope + MOMENTUM * heading
-            step = heading / self._scale
+            step = heading / np.abs(ends)
             pace = length * (value - bound)
             pace /= heading @ step
             prices = prices + pace * step
             prices = np.clip(
                 prices,
                 0.0,
-                self._most,
+                most,
             )
         return best._replace(often=often)
 
-    def _chosen(
-        self,
-        gains: Floats,
-        limits: Floats,
-    ) -> tuple[float, Ints, Floats]:
-        """The most gain of columns together, these columns, and their shares of the limits."""
-        static_price = limits[2]
-        pool_price = limits[1] + static_price
-        each = np.zeros(self._pool.size)
-        each[self.columns] = np.maximum(gains, 0.0)
-        each = each.reshape(self._pool.shape)
-        most = np.cumsum(each, axis=0)
-        most -= static_price * self._static
-        most = np.maximum(most, 0.0)
-        most = np.maximum.accumulate(most)
-        rises = np.diff(
-            most,
-            axis=0,
-            prepend=0.0,
-        )
-        pools = self._pool.ravel()
-        pools = pools[self._order]
-        totals = rises.ravel()
-        totals = np.cumsum(totals[self._order])
-        totals -= pool_price * pools
-        best = int(totals.argmax())
-        gain = max(float(totals[best]), 0.0)
-        is_allowed = (self._pool <= pools[best]) & (gain > 0)
-        end = (is_allowed * most).max(axis=0)
-        is_chosen = (each > 0) & (most - rises < end)
-        pool = is_chosen * self._pool
-        static = is_chosen * self._static
-        is_chosen = is_chosen.ravel()
-        chosen = np.flatnonzero(is_chosen[self.columns])
-        taken = self._shares[:, chosen].sum(axis=1)
-        taken[1:3] += pool.max()
-        taken[2] += static.max(axis=0).sum()
-        return gain, chosen, taken
 
-
-def _number(shares: Floats, left: float) -> int:
-    """How many columns at most take no more than what is left."""
+def _number(shares: Floats) -> int:
+    """How many columns at most take no more than a limit, of which these are shares."""
     spent = np.cumsum(np.sort(shares))
-    return int(np.count_nonzero(spent <= left * (1 + PROVEN)))
+    return int(np.count_nonzero(spent <= 1 + PROVEN))

@@ -9,7 +9,7 @@ better; so one graph after the other is added. The bound there is that of a grap
 Note [Limits]
 ~~~~~~~~~~~~~
 Memory is static(largest size) + pool(largest size of each mode) + workspaces + driver bytes of each
-key. The search counts the cheapest keys of the lanes. That allows too much, so it gives a bound,
+key. Of one lane or two the cheapest keys count. That allows too much, so it gives a bound,
 and if the limits pay for the plan all the same, it is the best one. If not, one rate prices bytes
 and seconds, each as a share of its limit: the least of time + price * cost, less price * limit, is
 below every plan within the limits (a Lagrangian relaxation). Workspaces, and the first graph's own
@@ -356,6 +356,10 @@ class Search:
                 total = better
             elif graphs < count - 1:  # two more graphs brought nothing
                 break
+            for n, sizes in enumerate(found):
+                shorter = _with(found, n, sizes[:-1])
+                if self._total(shorter) <= total:  # others took its batches
+                    found = shorter
             self._plans.append(found)
             totals[count:] = total
         return totals
@@ -410,7 +414,7 @@ class Search:
         n: int,
         graphs: int,
     ) -> _Turn:
-        """The best lists of a lane for what the others' lists leave to it, within the limits."""
+        """The best lists of a lane for what the others' lists leave to it."""
         problem = self.problem
         lane = problem.lanes[n]
         others = _with(chosen, n, ())
@@ -420,19 +424,11 @@ class Search:
         if paths is None or len(paths.cost) <= graphs:
             paths = lane.paths(weights, 2 * graphs, self.prices)
             self._paths[name] = paths
-        key_costs, most = problem.parts(others)
-        costs = lane.least(graphs)
-        costs += key_costs[1:, None]
-        driver, seconds = costs[:, :, None]
+        _, most = problem.parts(others)
         larger = np.maximum(lane.pools, most[:, None])
-        pools = larger.sum(axis=0)
-        memory = driver + pools + problem.workspace
-        seconds += problem.once
-        paid = self.limits.pays_for(0, memory, seconds)
-        free = paths.cost[: graphs + 1] + beyond
-        free += self.prices.byte * pools
-        totals = np.where(paid, free, np.inf)
-        return _Turn(paths, free, totals)
+        totals = paths.cost[: graphs + 1] + beyond
+        totals += self.prices.byte * larger.sum(axis=0)
+        return _Turn(paths, totals)
 
     def _spare(self) -> Floats:
         """Bytes that pools may take, by the number of graphs; -inf where the cheapest keys are not
@@ -450,21 +446,14 @@ class Search:
 
 
 class _Turn(NamedTuple):
-    """The best lists of one lane: totals of the plan by its graphs and its end, without limits and
-    within them.
-    """
+    """The best lists of one lane: totals of the plan by its graphs and its end."""
 
     paths: Paths
-    free: Floats
     totals: Floats
 
     def value(self, graphs: int) -> float:
         totals = self.totals[graphs]
         return float(totals.min())
-
-    def least(self, graphs: int) -> float:
-        free = self.free[graphs]
-        return float(free.min())
 
     def sizes(self, graphs: int) -> list[int]:
         totals = self.totals[graphs]
@@ -495,8 +484,8 @@ def _changes(
             is_other = giver != n and left >= 0
             if is_other and taken - given <= room:
                 other = turns[giver]
-                lost = other.least(left) - total
-                expected = lost + turn.least(count)
+                lost = other.value(left) - total
+                expected = lost + turn.value(count)
                 less = giver, left
                 more = n, count
                 yield expected, (less, more)

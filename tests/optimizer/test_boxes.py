@@ -220,7 +220,7 @@ def test_a_bound_is_below_the_best_choice_of_any_costs() -> None:
             assert bound == pytest.approx(least)
 
 
-def test_a_bound_prices_the_pool_and_static_buffers() -> None:
+def test_a_bound_counts_the_pool_and_static_buffers() -> None:
     """Against all choices, where the largest pool counts, and the static buffers of each group."""
     rng, proven, found = np.random.default_rng(7), 0, 0
     sets = [list(some) for n in range(1, 9) for some in combinations(range(8), n)]

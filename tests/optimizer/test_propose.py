@@ -566,6 +566,20 @@ def test_the_curve_falls_and_ends_where_nothing_is_left_to_gain() -> None:
     assert [point.seconds for point in evidence.pareto[:3]] == [1.5, 2.0, 2.5]
 
 
+def test_no_graph_is_left_whose_batches_another_lane_took() -> None:
+    """A graph for LoRA at 28 tokens runs the batches without adapters until these have one of their own."""
+    config = config_of(
+        "FULL_AND_PIECEWISE", seqs=1, tokens=28, budget={"max_graphs": 5}, lora={"max_loras": 1}
+    )
+    counts = {(1, 1, False, 0): 26269, (3, 3, True, 0): 55, (21, 21, False, 1): 67,
+              (28, 28, False, 0): 82, (240, 5, False, 0): 86}  # fmt: skip
+    seen = traffic({StepShape(*shape): weight for shape, weight in counts.items()})
+    costs = Costs(pool=MIB, static=9, workspace=100 * MIB, each=2 * MIB, seconds=0.2, slope=0.0, once=0.5)  # fmt: skip
+    evidence = propose(config, seen, TIMES, costs).evidence
+    assert evidence.graphs == sum(use.size is not None for use in evidence.uses) == 4
+    assert evidence.exact
+
+
 def test_ladders_stand_beside_the_curve() -> None:
     config = config_of(seqs=64)
     evidence = evidence_of(config, costs=COSTS)
