@@ -109,7 +109,7 @@ class CapturedKeys:
         if self.guard.active:
             self._survivable = (
                 CaptureMemoryError,
-                RankFailedError,  # in a sum that a rank without memory left
+                RankFailedError,  # in a sum that a rank out of memory left
             )
         self._loaded_bytes: int | None = None  # of kernels
         self._workspace_bytes: int | None = None  # None: nothing was captured
@@ -272,11 +272,6 @@ class CapturedKeys:
                     return found
                 for name in ("pool_growth", "driver_bytes", "nodes", "graphs"):
                     shown[name] = getattr(found, name)
-            self._records[key] = found
-            if self.guard.keeps(key, remaining):
-                return found
-            if in_service:
-                self._remember_refusal(key)
         except self._survivable as error:
             drop_locals(error)
             if in_service:
@@ -287,6 +282,12 @@ class CapturedKeys:
             if in_service:
                 self._give_up(key)
             raise
+        else:
+            self._records[key] = found
+            if self.guard.keeps(key, remaining):  # may raise for all ranks
+                return found
+            if in_service:
+                self._remember_refusal(key)
         self._give_up(key)
         return Next.GIVE_UP
 

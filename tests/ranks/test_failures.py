@@ -222,12 +222,19 @@ AGREED = "rank 1 failed in {}: .*{}"
 
 @pytest.mark.parametrize(
     ("world_size", "budget", "phase", "all_reduce"),
-    [(2, True, "eager", "custom"), (4, False, "capture", "custom"), (2, False, "eager", "nccl")],
+    [
+        (2, True, "eager", "custom"),
+        (2, True, "behind the last sum", "custom"),
+        (4, False, "capture", "custom"),
+        (2, False, "eager", "nccl"),
+    ],
 )
 def test_a_rank_that_raises_twice(
     world_size: int, budget: bool, phase: str, all_reduce: str
 ) -> None:
-    """An unfinished sum of gloo's is not taken up by the next one."""
+    """An unfinished sum of gloo's is not taken up by the next one, and where the others have captured their key, they
+    meet the error in the budget's step.
+    """
     patience = 3 if all_reduce == "nccl" else 60  # others need not wait so long in a custom sum
     outcomes = run_ranks(
         world_size, programs.raises_twice, phase, budget, all_reduce, patience=patience, timeout=90
