@@ -182,7 +182,7 @@ class Capturer:
                 answers = graphs.capture_answers(mode, capturing=True)
                 with rehearsal.judged_run(mode, captures=True), answers, log:
                     output = graphs.run_wrapped(key, graphs.views(descriptor))
-            rehearsal.refuse_first_use(mode)  # a value that each run reads has failed before
+            rehearsal.refuse_first_use()  # a value that each run reads has failed before
         except Exception as error:
             return self._failed(rehearsal, attempt, error)
         self._check(attempt, output)

@@ -642,11 +642,6 @@ class Rehearsal:
             raise found.host_sync  # tagged as unsafe
         if breaks is not None and found.error is None:
             refuse_missing_ops(split, found.names)
-        if earlier is not None:  # first use was then
-            for storage, reference in earlier.from_inputs.items():
-                if not reference.expired():
-                    found.from_inputs[storage] = reference
-            found.value_read = found.value_read or earlier.value_read
         self._outdated.discard(mode)
         self.footprints[mode] = found
         if is_piecewise and route.name in ("modules", "wrappers"):
@@ -745,7 +740,7 @@ class Rehearsal:
         compilation = graphs.config.compilation
         if not graphs.runs_python_again(mode):
             self._refuse_rebound(found, changed)
-        made = self.put_back.made_of(found.from_inputs)
+        made = self.put_back.made_of_inputs
         if made:
             self._refuse(f"computes {_listed(made)} {_FROM_PADDING}")
         if compilation.strict and found.writes_input is not None:
@@ -796,17 +791,17 @@ class Rehearsal:
                     remedy=REBUILD_AND_WARM_UP,
                 )
 
-    def refuse_first_use(self, mode: CUDAGraphMode) -> None:
+    def refuse_first_use(self) -> None:
         """Raise CaptureError if an input's value made something on first use, or first use prepared
         what later runs change.
         """
-        found = self.footprints[mode]
-        if found.value_read and self.put_back.made:
-            self._refuse(f"computes a value for the host ({found.value_read}) {_FROM_PADDING}")
-        prepared = self.put_back.prepared
+        put_back = self.put_back
+        if put_back.value_read and put_back.made:
+            self._refuse(f"computes a value for the host ({put_back.value_read}) {_FROM_PADDING}")
+        prepared = put_back.prepared
         if prepared:
             self._refuse(f"prepares {_listed(prepared)} on first use, and changes it later")
-        found.value_read = None
+        put_back.value_read = None
 
     def _refuse(self, does: str) -> None:
         remedy = (

@@ -334,8 +334,6 @@ class Learner(Inference):
         before = self._fingerprint({"model": self.model, "arguments": arguments})
         kept = PutBack(before, copy_limit(self.settings.compilation, self.backend))
         failed = list[Exception]()
-        computed: Any = {}
-        value_read: Any = None
 
         def first_calls() -> None:
             try:
@@ -349,10 +347,9 @@ class Learner(Inference):
                 kind, sizes = self.kind_of(uncounted, call)
                 if failed or not kind.is_learning:
                     break
-                found = look(first_calls, kept, inputs=call.tensors)
-                computed = computed or found.from_inputs
-                value_read = value_read or found.value_read
-            if failed or kept.prepared or value_read or kept.made_of(computed):
+                look(first_calls, kept, inputs=call.tensors)
+            is_of_values = kept.value_read or kept.made_of_inputs
+            if failed or is_of_values or kept.prepared:
                 kept.keeps_first_use = False
             if kind.stage is Stage.EAGER:  # no graph relies on containers
                 for change in before.changes().values():

@@ -81,7 +81,6 @@ class Footprint:
         stale: Paths that graph code bound and an eager piece read.
         packages_that_ask: Whose graph code asks for a capture.
         capture_visible_because: The host sync for which they see it.
-        value_read: Where the host first needed a value computed from inputs.
         overwritten: Ids of storages written at given places, unread before.
         read_whole: Bytes of the model's storages by id, but those that gathers read.
     """
@@ -99,7 +98,6 @@ class Footprint:
     packages_that_ask: set[str] = field(default_factory=set)
     capture_visible_because: CaptureError | None = None
     from_inputs: dict[int, StorageWeakRef] = field(default_factory=dict)
-    value_read: str | None = None
     writes_input: str | None = None
     overwritten: set[int] = field(default_factory=set)
     read_whole: dict[int, int] = field(default_factory=dict)
@@ -542,7 +540,6 @@ class Look(DispatchMode):
         for known in self._random.values():
             known.generator.set_state(known.states[0])
         found.host_sync = self.refusals.first
-        found.value_read = self.refusals.read
         made = dict[int, StorageWeakRef]()
         for key, ref in found.from_inputs.items():
             if key not in self._inputs and not ref.expired():
@@ -620,6 +617,8 @@ def look(
             raise
         mode.found.error = f"{type(error).__name__}: {first_line(error)}"
         traceback.clear_frames(error.__traceback__)  # locals hold tensors
+    put_back.computed |= mode.found.from_inputs
+    put_back.value_read = put_back.value_read or mode.refusals.read
     bound = {id(change.now) for change in put_back.last.values()}
     mode.found.outside = mode.outside.tensors(bound)
     return mode.found

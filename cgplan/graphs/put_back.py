@@ -1,10 +1,13 @@
 """What runs ahead of a capture change of a model, and what it gets back.
 
 Note [What is put back]
-    Tensors and attributes; dicts, lists and sets lose what they got if no graph stays. Small
-    storages are rewound before each run: positions must not run past a cache. What one run alone
-    changed of Python, ahead of captures, was made on first use, and stays, as captures rely on it;
-    then other attributes keep what the first run left, which may belong to it.
+    Tensors and attributes that each run of a key changes; dicts, lists and sets lose what they got
+    if no graph stays. What first runs of keys alone change was made on first use, of the model or
+    of a size, and stays with its flags, seen or not, as captures rely on it; then other attributes
+    keep what the first run left, which may belong to it. If no graph stays, all Python is undone
+    that can be, with tensors that its runs wrote.
+    Small storages are rewound before each run, as positions must not run past a cache, until a run
+    of a key does not write them again.
 """
 
 from __future__ import annotations
@@ -36,7 +39,6 @@ _HOST_COPIES = 1 << 30  # bytes
 _SMALL = 1 << 20  # bytes
 
 Outcome = Literal["device", "host", "new", "not kept"]
-FirstUse = Literal["seen", "hidden"]
 
 
 class _Unowned(NamedTuple):
@@ -47,15 +49,51 @@ class _Unowned(NamedTuple):
     version: int | None
 
 
+class _Run(NamedTuple):
+    """``key``: an object of its own after a failure."""
+
+    number: int
+    key: object
+    captures: bool
+
+
+@dataclass(slots=True)
+class _Uses:
+    """The runs that changed something; see Note [What is put back].
+
+    Attributes:
+        runs: With versions written, if it is a tensor.
+        again: Two runs of a key did.
+        once: A later run of such a key did not.
+    """
+
+    runs: dict[int, int] = field(default_factory=dict)
+    again: bool = False
+    once: bool = False
+    _keys: set[object] = field(default_factory=set)
+
+    def count(
+        self,
+        run: _Run,
+        versions: int = 0,
+    ) -> None:
+        self.again |= run.key in self._keys
+        self.runs[run.number] = versions
+        self._keys.add(run.key)
+
+    def miss(self, run: _Run) -> None:
+        self.once |= run.key in self._keys
+
+
 @dataclass(slots=True)
 class Written:
     """A storage.
 
     Attributes:
-        runs: Those that wrote it, and how many versions.
         is_captured: A capture did.
-        after_run: Its bytes, if small: kernels may write without a version.
-        after_first: Those that the first of ``runs`` computed.
+        is_filled_again: A run changed what another one computed.
+        now: Its bytes, if small: kernels may write without a version.
+        after_first: Those that its first run computed.
     """
 
     path: str
@@ -64,36 +102,45 @@ class Written:
     copy: torch.UntypedStorage | None
     version: int | None
     outcome: Outcome
-    runs: dict[int, int] = field(default_factory=dict)
+    uses: _Uses = field(default_factory=_Uses)
     is_captured: bool = False
-    after_run: torch.UntypedStorage | None = None
+    is_filled_again: bool = False
+    now: torch.UntypedStorage | None = None
     after_first: torch.UntypedStorage | None = None
 
     @property
     def is_small(self) -> bool:
         return self.copy is not None and self.storage.nbytes() <= _SMALL
 
-    def count_run(
-        self,
-        number: int,
-        *,
-        captures: bool,
-    ) -> None:
+    def count_run(self, run: _Run) -> None:
         version = version_of(self.tensor)
         has_written = version != self.version
+        uses = self.uses
         if self.is_small:
-            before = bytes_of(self.after_run or self.copy)
-            now = bytes_of(self.storage).to(before.device)
+            now = bytes_of(self.storage)
+            before = bytes_of(self.now or self.copy).to(now.device)
             is_changed = not torch.equal(now, before)
-            has_written |= is_changed
-            self.after_run = self.storage.clone()
-            if is_changed and not self.runs and not captures:
-                self.after_first = self.after_run
+            if is_changed:
+                has_written = True
+                original = bytes_of(self.copy).to(now.device)
+                fills_again = bool(uses.runs)
+                if now.shape == before.shape == original.shape:
+                    is_kept = (before == original) | (now == before)
+                    fills_again = not is_kept.all()
+                self.is_filled_again |= fills_again
+            self.now = self.storage.clone()
+            if is_changed and not uses.runs and not run.captures:
+                self.after_first = self.now
         elif version is None:
             has_written = True
         if has_written:
-            self.runs[number] = (version or 0) - (self.version or 0)
-        self.is_captured |= has_written and captures
+            uses.count(run, (version or 0) - (self.version or 0))
+            self.is_captured |= run.captures
+        elif not run.captures or all(uses.runs.values()):
+            was_once = uses.once
+            uses.miss(run)
+            if uses.once and not was_once and not uses.again:
+                self.put_back(self.after_first)
         self.version = version
 
     def put_back(
@@ -102,29 +149,23 @@ class Written:
     ) -> None:
         if copy is not None and self.storage.nbytes() == copy.nbytes():
             self.storage.copy_(copy)
-            self.after_run = None
+            self.now = copy
 
 
 @dataclass(slots=True)
 class _PathChanges:
-    """Of Python, by runs.
+    """Of Python.
 
     Attributes:
-        first: What the first one left there.
-        is_captured: The first one was a capture.
+        first: What the first run left there.
+        is_captured: That one was a capture.
+        is_tried: A later run began without.
     """
 
     first: Any
     is_captured: bool
-    runs: set[int] = field(default_factory=set)
-
-
-class _Run(NamedTuple):
-    """``key``: an object of its own after a failure; ``began_with``: paths that had changed."""
-
-    key: object
-    captures: bool
-    began_with: frozenset[str]
+    uses: _Uses = field(default_factory=_Uses)
+    is_tried: bool = False
 
 
 class PutBack:
@@ -137,9 +178,11 @@ class PutBack:
         outcome: Bytes and kind of copy by path; ``new``: made on first use.
         volatile: Paths that runs bind, but on first use.
         last: Changes of Python after the last run.
-        newly_written: Paths of tensors that the last run wrote, and an earlier one did not.
+        newly_written: Paths of tensors that the last run wrote, and another one did not.
         written: By address.
-        keeps_first_use: Else ``restore`` undoes all.
+        keeps_first_use: A graph relies on it.
+        computed: Storages of inputs' values by id, as looks saw them.
+        value_read: Where the host first needed a value of inputs.
     """
 
     def __init__(
@@ -163,7 +206,10 @@ class PutBack:
         self._paths = dict[str, _PathChanges]()
         self._of_engine = set[str]()  # paths
         self.key: Key | None = None  # of the next run
-        self._runs = list[_Run]()
+        self._runs = 0
+        self._whole_runs = 0
+        self.computed: dict[int, StorageWeakRef] = {}
+        self.value_read: str | None = None
         self.copied = Counter[Outcome]()  # bytes
         self.keeps_first_use = True
         self.newly_written: list[str] = []
@@ -197,12 +243,14 @@ class PutBack:
         also inside what earlier runs made.
         """
         found = dict[str, Change]()
+        may_be_first = self._runs == 1 and bool(self.last)
         for written in self.written.values():
-            if written.is_small and self._first_use(written) != "seen":
+            if written.is_small and not may_be_first and not self._is_first(written.uses):
                 written.put_back(written.copy)
-        held = self._now() if enters_made and self.made else None
+        held = self._now() if enters_made and self.last else None
         versions = self._versions()
-        began_with = frozenset(self.last)
+        for path, known in self._paths.items():
+            known.is_tried |= path not in self.last
         is_whole = False
         try:
             yield found
@@ -213,34 +261,45 @@ class PutBack:
             if changed:
                 self._adopt_unowned()
             self._unowned.clear()
-            self._note_newly_written(versions)  # compares with runs before
-            number = len(self._runs)
+            self._note_newly_written(versions)
             run = _Run(
+                self._runs,
                 self.key if is_whole else object(),
                 captures,
-                began_with,
             )
-            self._runs.append(run)
-            with torch._C.DisableTorchFunction():
-                for written in self.written.values():
-                    written.count_run(number, captures=captures)
+            self._runs += 1
+            self._whole_runs += is_whole
             for path, change in changed.items():
-                if path in self._of_engine:
-                    continue
-                found[path] = change
-                if path not in self._paths:
-                    # what a capture left lies in the pool
-                    first = ABSENT if captures else change.now
-                    self._paths[path] = _PathChanges(
-                        first,
-                        captures,
-                    )
-                self._paths[path].runs.add(number)
+                if path not in self._of_engine:
+                    found[path] = change
+            self._count(run, found)
             self.last = now
             if held is not None:
                 for path, change in held.changes().items():
                     if path not in changed:
                         found[path] = change
+
+    def _count(
+        self,
+        run: _Run,
+        changed: Mapping[str, Change],
+    ) -> None:
+        with torch._C.DisableTorchFunction():
+            for written in self.written.values():
+                written.count_run(run)
+                runs = written.uses.runs
+                if run.number in runs and len(runs) < self._runs:
+                    self.newly_written.append(written.path)
+        for path, change in changed.items():
+            if path not in self._paths:
+                # what a capture left lies in the pool
+                first = ABSENT if run.captures else change.now
+                self._paths[path] = _PathChanges(first, run.captures)
+        for path, known in self._paths.items():
+            if path in changed:
+                known.uses.count(run)
+            else:
+                known.uses.miss(run)
 
     def _versions(self) -> list[int]:
         with torch._C.DisableTorchFunction():
@@ -256,12 +315,10 @@ class PutBack:
             if now == version:
                 continue
             address = place.value.untyped_storage().data_ptr()
-            written = self.written.get(address)
-            is_steady = written is not None and len(written.runs) == len(self._runs)
-            if not is_steady:
+            if address in self._small_state:
+                self.written.setdefault(address, self._small_state[address])
+            if address not in self.written:
                 self.newly_written.append(place.path)
-            if written is None and address in self._small_state:
-                self.written[address] = self._small_state[address]
 
     @contextmanager
     def setting_context(self) -> Iterator[None]:
@@ -366,9 +423,19 @@ class PutBack:
         """Paths of Python, on first use."""
         found = set[str]()
         for path, known in self._paths.items():
-            if self.keeps_first_use and not known.is_captured and len(known.runs) == 1:
+            is_first = self.keeps_first_use and self._is_first(known.uses)
+            if is_first and not known.is_captured:
                 found.add(path)
         return found
+
+    def _is_first(
+        self,
+        uses: _Uses,
+    ) -> bool:
+        """Whether they were first runs of their keys alone, as far as runs tell."""
+        if uses.again:
+            return uses.once
+        return uses.once or len(uses.runs) < self._whole_runs
 
     def is_steady(
         self,
@@ -376,82 +443,32 @@ class PutBack:
     ) -> bool:
         """Whether each run changed it."""
         known = self._paths.get(path)
-        return known is not None and len(known.runs) == len(self._runs)
-
-    def _first_use(
-        self,
-        written: Written,
-    ) -> FirstUse | None:
-        """Whether it was made on first use, and how that is seen; None: it gets its copy back.
-
-        seen    each run that wrote it left something of Python that stays
-        hidden  one run wrote it, and none after it: not with its key, nor after each attribute
-                that this run changed was put back, so that none of them is the flag
-        """
-        made = self.made
-        leave_python = set[int]()
-        for path, known in self._paths.items():
-            is_undone = self.is_steady(path) or known.is_captured or self.may_undo(path)
-            if path in made or not is_undone:
-                leave_python |= known.runs
-        if written.runs and written.runs.keys() <= leave_python:
-            return "seen"
-        if len(written.runs) != 1 or written.after_first is None:
-            return None
-        number = max(written.runs)
-        run, *later = self._runs[number:]
-        if not any(other.key == run.key and not other.captures for other in later):
-            return None
-        for path, known in self._paths.items():
-            is_tried = any(path not in other.began_with for other in later)
-            if number in known.runs and not is_tried and self.may_undo(path):
-                return None
-        return "hidden"
+        return known is not None and len(known.uses.runs) == self._runs
 
     @property
     def leaves_python(self) -> bool:
-        """Whether ``restore`` leaves some changes of Python though no graph stays."""
-        for change in self.last.values():
-            if not change.is_addition and not self.before.is_attribute(change):
-                return True
-        return "hidden" in map(self._first_use, self.written.values())
+        """Whether ``restore`` leaves some changes of Python."""
+        return any(change.where is None for change in self.last.values())
 
     @property
     def prepared(self) -> list[str]:
-        """Paths of tensors that first use wrote more often than later runs, which write them, too:
-        nothing holds what they were in between; or that other runs of a key do not write.
+        """Paths of tensors that first use wrote, and later runs write, too, or fill again: nothing
+        holds what they were in between.
         """
-        made = self.made
-        steady = set(filter(self.is_steady, self._paths))
         of_first_use = set[int]()
-        for path, known in self._paths.items():
-            change = self.last.get(path)
-            is_of_a_size = change is not None and change.is_addition and path not in steady
-            if path in made or is_of_a_size:
-                of_first_use |= known.runs
+        for path in self.made:
+            of_first_use |= self._paths[path].uses.runs.keys()
         found = list[str]()
         for written in self.written.values():
+            uses = written.uses
             first = later = -1  # none
-            write = set[object]()
-            do_not = set[object]()
-            for number, run in enumerate(self._runs):
-                versions = written.runs.get(number)
-                if versions is None:
-                    do_not.add(run.key)
-                    continue
-                write.add(run.key)
+            for number, versions in uses.runs.items():
                 if number in of_first_use:
                     first = max(first, versions)
                 else:
                     later = max(later, versions)
-            is_refilled = (
-                len(write) > 1
-                and not write.isdisjoint(do_not)
-                and written.after_first is not None
-                and all(written.runs.values())
-                and not is_within(written.path, steady)
-            )
-            if later >= 0 and (is_refilled or first > later):
+            is_irregular = uses.once and (uses.again or written.is_filled_again)
+            if is_irregular or first > later >= 0:
                 found.append(written.path)
         return found
 
@@ -465,18 +482,20 @@ class PutBack:
             return True
         return change.where is not None and not self.keeps_first_use
 
-    def made_of(
-        self,
-        computed: Mapping[int, StorageWeakRef],
-    ) -> list[str]:
-        """Paths on these storages that were made on first use."""
+    @property
+    def made_of_inputs(self) -> list[str]:
+        """Paths of tensors that were made on first use of what looks saw computed."""
         found = list[str]()
-        state = self._storages(self._now()) if self.made else self._state_at
+        made = self.made
+        state = self._storages(self._now()) if made else self._state_at
         for address, (path, tensor) in state.items():
-            written = self.written.get(address)
-            if storage_id(tensor) not in computed:
+            reference = self.computed.get(storage_id(tensor))
+            if reference is None or reference.expired():
                 continue
-            if written is None or self._first_use(written) is not None:
+            is_first = is_within(path, made)
+            if address in self.written:
+                is_first = self._is_first(self.written[address].uses)
+            if is_first:
                 found.append(path)
         return found
 
@@ -514,7 +533,7 @@ class PutBack:
         for written in self.written.values():
             if written.is_small and written.path in self.newly_written:
                 written.is_captured = False
-                written.after_first = written.after_run = written.storage.clone()
+                written.after_first = written.now = written.storage.clone()
 
     def restore(
         self,
@@ -522,22 +541,23 @@ class PutBack:
         between_keys: bool = False,
     ) -> None:
         """Undo changes; between keys, large storages wait. The device is idle."""
-        if len(self._runs) < 2:  # a look alone: no second run tells first use apart
+        if self._runs < 2:  # no second run tells first use apart
             self.keeps_first_use = False
-        self.outcome.clear()
-        for written in self.written.values():
-            nbytes = written.storage.nbytes()
-            if between_keys and nbytes > _SMALL:
-                continue
-            first_use = self._first_use(written)
-            if first_use != "seen":
-                written.put_back(written.after_first if first_use else written.copy)
-            self.outcome[written.path] = nbytes, "new" if first_use else written.outcome
-        if between_keys and not self.last:
-            return
         made = self.made
         if not between_keys:
             self.last = self.before.changes()
+        self.outcome.clear()
+        kept = self._kept(made)
+        for address, written in self.written.items():
+            nbytes = written.storage.nbytes()
+            if between_keys and (nbytes > _SMALL or self._is_first(written.uses)):
+                continue
+            stays = address in kept
+            if not stays:
+                written.put_back(written.copy)
+            self.outcome[written.path] = nbytes, "new" if stays else written.outcome
+        if between_keys and not self.last:
+            return
         for path, change in self.last.items():
             known = self._paths.get(path)
             if path in made:
@@ -553,6 +573,33 @@ class PutBack:
             change.bind(value)
         if self.last:
             self.last = self.before.changes()
+
+    def _kept(
+        self,
+        made: set[str],
+    ) -> set[int]:
+        """Addresses of what first use wrote, but with Python that is undone."""
+        of_made = set[int]()  # runs
+        of_undone = set[int]()
+        untried = set[int]()
+        for path, known in self._paths.items():
+            runs = known.uses.runs.keys()
+            if path in made or not self.may_undo(path):
+                of_made |= runs
+                continue
+            of_undone |= runs
+            if not known.is_tried:
+                untried |= runs
+        kept = set[int]()
+        for address, written in self.written.items():
+            uses = written.uses
+            stays = self._is_first(uses)
+            if not uses.runs.keys() <= of_made:
+                flags = of_undone if uses.again else untried
+                stays = uses.once and flags.isdisjoint(uses.runs)
+            if stays:
+                kept.add(address)
+        return kept
 
     def drop_copies(self) -> None:
         """An exception's frames may hold this object for long."""

@@ -395,7 +395,13 @@ class CUDAGraphWrapper:
             return set(map(id, record.tensors))
 
         def taken(tensor: Tensor) -> Tensor:
-            in_pool = backend.in_pool(tensor, pool)
+            try:
+                in_pool = backend.in_pool(tensor, pool)
+            except RuntimeError as error:  # no memory of its own
+                raise CaptureError(
+                    f"the model returns a {type(tensor).__name__}",
+                    remedy="Return dense tensors, such as to_local() of a DTensor.",
+                ) from error
             if not in_pool and (type(tensor) is not Tensor or id(tensor) in ids_of_model()):
                 return tensor
             if in_pool and self.options.borrow_outputs:
