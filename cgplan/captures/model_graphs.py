@@ -809,7 +809,7 @@ class Rehearsal:
             "or make a new one for each. Where a flag outside of the model (functools.cache) says "
             "that it is filled, build the model again."
         )
-        if self.put_back.leaves_python:
+        if any(change.where is None for change in self.put_back.last.values()):
             remedy = f"Not all of what it changed can be undone, so build the model again. {remedy}"
         raise CaptureError(f"the forward {does}", remedy=remedy)
 

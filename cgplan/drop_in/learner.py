@@ -348,13 +348,9 @@ class Learner(Inference):
                 if failed or not kind.is_learning:
                     break
                 look(first_calls, kept, inputs=call.tensors)
-            is_of_values = kept.value_read or kept.made_of_inputs
-            if failed or is_of_values or kept.prepared:
+            if failed or kept.prepared or kept.value_read or kept.made_of_inputs:
                 kept.keeps_first_use = False
-            if kind.stage is Stage.EAGER:  # no graph relies on containers
-                for change in before.changes().values():
-                    if change.where is not None and not before.is_attribute(change):
-                        change.bind(change.was)
+            kept.keeps_containers = kind.stage is not Stage.EAGER  # no graph relies on them
         finally:
             kept.restore()
         if failed:

@@ -38,7 +38,7 @@ _KINDS_OF_MOVES = (
 _SHOWN = 10
 ABSENT: Any = object()
 _ADDRESS: Any = object()  # address of a moved tensor
-_ADDED: Any = object()  # what a list or set got
+_CONTENTS: Any = object()  # of a list or set
 _ABSENT_ERRORS = (LookupError, AttributeError, ValueError)
 
 
@@ -202,17 +202,12 @@ class Change:
         assert self.where is not None
         container, key = self.where
         with suppress(LookupError, AttributeError, TypeError):
-            if key is _ADDED:
-                container.drop_added()
+            if key is _CONTENTS:
+                container.put_back()
             elif value is ABSENT:
                 del container[key]
             else:
                 container[key] = value
-
-    @property
-    def is_addition(self) -> bool:
-        """To a container."""
-        return self.was is ABSENT or (self.where is not None and self.where[1] is _ADDED)
 
     @property
     def may_be_ignored(self) -> bool:
@@ -249,10 +244,11 @@ class Stateful(NamedTuple):
     is_small: bool = False
     items: Any = None  # a set
 
-    def drop_added(self) -> None:
-        """Of a set of plain values."""
+    def put_back(self) -> None:
+        """A set of plain values."""
         before = {item for _, item in self.state}
         set.intersection_update(self.items, before)
+        set.update(self.items, before)
 
 
 @dataclass(slots=True, eq=False)
@@ -433,8 +429,8 @@ class Fingerprint:
             if state != before.state:
                 later = before._replace(state=state)
                 where = None
-                if before.items is not None and state > before.state:
-                    where = before, _ADDED
+                if before.items is not None:
+                    where = before, _CONTENTS
                 found.append(Change(before.path, before, later, where))
         return {change.path: change for change in found if not is_ignored(change.path, ignore)}
 
@@ -651,7 +647,7 @@ def _changes_of(contents: Mapping[str, Contents]) -> list[Change]:
         elif not issubclass(held.base, dict):
             where = None
             if held.base is list and length > held.length:
-                where = held, _ADDED
+                where = held, _CONTENTS
             found.append(Change(f"len({path})", held.length, length, where))
         else:
             known = set(map(id, held.keys))

@@ -50,10 +50,11 @@ class _Unowned(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """``key``: an object of its own after a failure."""
+    """``key``: an object of its own after a failure; ``is_later``: it has run before."""
 
     number: int
     key: object
+    is_later: bool
     captures: bool
 
 
@@ -63,11 +64,13 @@ class _Uses:
 
     Attributes:
         runs: With versions written, if it is a tensor.
+        late: Not each was its key's first one.
         again: Two runs of a key did.
         once: A later run of such a key did not.
     """
 
     runs: dict[int, int] = field(default_factory=dict)
+    late: bool = False
     again: bool = False
     once: bool = False
     _keys: set[object] = field(default_factory=set)
@@ -77,6 +80,7 @@ class _Uses:
         run: _Run,
         versions: int = 0,
     ) -> None:
+        self.late |= run.is_later
         self.again |= run.key in self._keys
         self.runs[run.number] = versions
         self._keys.add(run.key)
@@ -112,7 +116,10 @@ class Written:
     def is_small(self) -> bool:
         return self.copy is not None and self.storage.nbytes() <= _SMALL
 
-    def count_run(self, run: _Run) -> None:
+    def count_run(
+        self,
+        run: _Run,
+    ) -> None:
         version = version_of(self.tensor)
         has_written = version != self.version
         uses = self.uses
@@ -120,8 +127,8 @@ class Written:
             now = bytes_of(self.storage)
             before = bytes_of(self.now or self.copy).to(now.device)
             is_changed = not torch.equal(now, before)
+            has_written |= is_changed
             if is_changed:
-                has_written = True
                 original = bytes_of(self.copy).to(now.device)
                 fills_again = bool(uses.runs)
                 if now.shape == before.shape == original.shape:
@@ -139,7 +146,7 @@ class Written:
         elif not run.captures or all(uses.runs.values()):
             was_once = uses.once
             uses.miss(run)
-            if uses.once and not was_once and not uses.again:
+            if uses.once and not was_once and len(uses.runs) == 1:
                 self.put_back(self.after_first)
         self.version = version
 
@@ -181,6 +188,7 @@ class PutBack:
         newly_written: Paths of tensors that the last run wrote, and another one did not.
         written: By address.
         keeps_first_use: A graph relies on it.
+        keeps_containers: Likewise.
         computed: Storages of inputs' values by id, as looks saw them.
         value_read: Where the host first needed a value of inputs.
     """
@@ -207,11 +215,13 @@ class PutBack:
         self._of_engine = set[str]()  # paths
         self.key: Key | None = None  # of the next run
         self._runs = 0
-        self._whole_runs = 0
+        self._whole_runs = list[object]()  # keys
         self.computed: dict[int, StorageWeakRef] = {}
         self.value_read: str | None = None
         self.copied = Counter[Outcome]()  # bytes
         self.keeps_first_use = True
+        self.keeps_containers = True
+        self._growing = set[int]()  # ids of containers, by each run
         self.newly_written: list[str] = []
         for address, (path, tensor) in self._state_at.items():
             storage = tensor.untyped_storage()
@@ -262,13 +272,16 @@ class PutBack:
                 self._adopt_unowned()
             self._unowned.clear()
             self._note_newly_written(versions)
+            key = self.key if is_whole else object()
             run = _Run(
                 self._runs,
-                self.key if is_whole else object(),
+                key,
+                key in self._whole_runs,
                 captures,
             )
             self._runs += 1
-            self._whole_runs += is_whole
+            if is_whole:
+                self._whole_runs.append(key)
             for path, change in changed.items():
                 if path not in self._of_engine:
                     found[path] = change
@@ -295,6 +308,8 @@ class PutBack:
                 # what a capture left lies in the pool
                 first = ABSENT if run.captures else change.now
                 self._paths[path] = _PathChanges(first, run.captures)
+                if run.is_later and change.was is ABSENT and change.where:
+                    self._growing.add(id(change.where[0]))
         for path, known in self._paths.items():
             if path in changed:
                 known.uses.count(run)
@@ -420,22 +435,33 @@ class PutBack:
 
     @property
     def made(self) -> set[str]:
-        """Paths of Python, on first use."""
-        found = set[str]()
+        """Paths of Python that stay, as they were made on first use."""
+        first = dict[str, set[int]]()
+        lasting = set[int]()  # runs
         for path, known in self._paths.items():
-            is_first = self.keeps_first_use and self._is_first(known.uses)
-            if is_first and not known.is_captured:
-                found.add(path)
-        return found
+            if known.is_captured or not self._is_first(known.uses):
+                continue
+            runs = set(known.uses.runs)
+            change = self.last.get(path)
+            if change is not None:
+                container, _ = change.where or (None, None)
+                if id(container) in self._growing:
+                    continue
+                if container is None:
+                    lasting |= runs
+            first[path] = runs
+        if self.keeps_first_use:
+            lasting.update(*first.values())
+        return {path for path, runs in first.items() if runs <= lasting}
 
     def _is_first(
         self,
         uses: _Uses,
     ) -> bool:
         """Whether they were first runs of their keys alone, as far as runs tell."""
-        if uses.again:
-            return uses.once
-        return uses.once or len(uses.runs) < self._whole_runs
+        if uses.late:
+            return uses.again and uses.once
+        return uses.once or len(uses.runs) < len(self._whole_runs)
 
     def is_steady(
         self,
@@ -444,11 +470,6 @@ class PutBack:
         """Whether each run changed it."""
         known = self._paths.get(path)
         return known is not None and len(known.uses.runs) == self._runs
-
-    @property
-    def leaves_python(self) -> bool:
-        """Whether ``restore`` leaves some changes of Python."""
-        return any(change.where is None for change in self.last.values())
 
     @property
     def prepared(self) -> list[str]:
@@ -480,7 +501,8 @@ class PutBack:
         change = self.last.get(path)
         if change is None or self.before.is_attribute(change):
             return True
-        return change.where is not None and not self.keeps_first_use
+        keeps = self.keeps_first_use and self.keeps_containers
+        return change.where is not None and not keeps
 
     @property
     def made_of_inputs(self) -> list[str]:
@@ -585,7 +607,8 @@ class PutBack:
         for path, known in self._paths.items():
             runs = known.uses.runs.keys()
             if path in made or not self.may_undo(path):
-                of_made |= runs
+                if self._is_first(known.uses):
+                    of_made |= runs
                 continue
             of_undone |= runs
             if not known.is_tried:

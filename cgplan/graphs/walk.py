@@ -162,8 +162,8 @@ class Contents:
             return None
         return self.length  # the same object: places are compared by identity
 
-    def drop_added(self) -> None:
-        """Of a list."""
+    def put_back(self) -> None:
+        """A list that grew."""
         del self.value[self.length :]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from contextlib import closing
 from types import SimpleNamespace
@@ -126,6 +127,43 @@ def test_where_no_capture_succeeds_all_is_put_back() -> None:
     kept.restore()
     assert (model.steps.tolist(), model.count, model.table) == ([0, 0], 0, None)
     assert not hasattr(model, "tables")
+
+
+def test_what_was_made_with_a_flag_that_cannot_be_undone_stays_with_it() -> None:
+    model: Any = SimpleNamespace(known=deque[int](), table=None, rows=torch.zeros(2))
+
+    def forward() -> None:
+        if not model.known:
+            model.known.append(1)
+            model.table = t()
+            model.rows.fill_(3)
+
+    kept = looked(model, forward)
+    with kept.run():
+        forward()
+    kept.keeps_first_use = False
+    kept.restore()
+    assert (len(model.known), model.table is None, model.rows.tolist()) == (1, False, [3, 3])
+
+
+def test_what_no_first_run_changes_is_not_made_on_first_use() -> None:
+    """But by a run of the same key after it, which a count of runs may have caused."""
+    model: Any = SimpleNamespace(count=0, table=None, log={}, last={0})
+
+    def forward() -> None:
+        model.count += 1
+        model.last.clear()
+        model.last.add(model.count)
+        model.log[len(model.log)] = model.count
+        if model.count == 2:
+            model.table = t()
+
+    kept = looked(model, forward)
+    with kept.run():
+        forward()
+    kept.keeps_containers = False
+    kept.restore()
+    assert (model.count, model.table, model.log, model.last) == (0, None, {}, {0})
 
 
 def test_what_a_capture_is_the_first_to_bind_is_put_back() -> None:
