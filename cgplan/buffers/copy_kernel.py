@@ -233,6 +233,7 @@ class KernelBatchCopy(BatchCopy):
             jobs.append(target.job(rows, least))
         kernel = self._copier.kernel
         self._arguments = _Arguments(kernel, jobs)
+        self._held: list[int] = []  # addresses there, where none lies in a buffer
         self._fits_inline = self._staged_bytes <= ARGUMENT_BYTES - _BATCH_BYTES
         if self._fits_inline:
             self._inline = _Arguments(kernel, jobs, self._offsets)
@@ -282,29 +283,23 @@ class KernelBatchCopy(BatchCopy):
             return self.run
         return self._inline_from_host if self._fits_inline else self._staged_from_host
 
-    def _addresses(
-        self,
-        values: Values,
-        is_alike: bool,
-    ) -> list[int]:
-        """None unless all are dense."""
-        if not is_alike and not all(map(is_dense, values)):
-            return []
-        sources = list(map(_address, values))
-        return [] if 0 in sources else sources
-
     def _from_device(
         self,
         values: Values,
         stream: int,
         is_alike: bool,
     ) -> None:
+        sources = [*map(_address, values)]
+        if is_alike and sources == self._held:
+            self._launch(self._arguments, (), stream)
+            return
         bounds = self._static.bounds
-        sources = self._addresses(values, is_alike)
-        if not sources or 1 in [bisect_right(bounds, source) & 1 for source in sources]:
+        lie_in_buffers = [bisect_right(bounds, source) & 1 for source in sources]
+        if 1 in lie_in_buffers or not _are_dense(values, sources, is_alike):
             self.run(values, stream)
-        else:
-            self._launch(self._arguments, sources, stream)
+            return
+        self._launch(self._arguments, sources, stream)
+        self._held = sources
 
     def _staged_from_host(
         self,
@@ -312,8 +307,8 @@ class KernelBatchCopy(BatchCopy):
         stream: int,
         is_alike: bool,
     ) -> None:
-        sources = self._addresses(values, is_alike)
-        if not sources:
+        sources = [*map(_address, values)]
+        if not _are_dense(values, sources, is_alike):
             self.run(values, stream)
             return
         base = self._copier.blocks.take(self._staged_bytes, stream)
@@ -328,8 +323,8 @@ class KernelBatchCopy(BatchCopy):
         stream: int,
         is_alike: bool,
     ) -> None:
-        sources = self._addresses(values, is_alike)
-        if not sources:
+        sources = [*map(_address, values)]
+        if not _are_dense(values, sources, is_alike):
             self.run(values, stream)
             return
         for (address, size), source in zip(self._inline_addresses, sources):  # noqa: B905
@@ -346,7 +341,10 @@ class KernelBatchCopy(BatchCopy):
         stream: int,
     ) -> None:
         marks = self._marks
-        write = self._write if sources else _HEAD.pack_into
+        write = _HEAD.pack_into
+        if sources:
+            write = self._write
+            self._held = []
         write(
             arguments.memory,
             0,
@@ -377,6 +375,14 @@ class KernelBatchCopy(BatchCopy):
             )
         marks.tokens = self._tokens
         marks.reqs = self._reqs
+
+
+def _are_dense(
+    values: Values,
+    sources: Sequence[int],
+    is_alike: bool,
+) -> bool:
+    return 0 not in sources and (is_alike or all(map(is_dense, values)))
 
 
 class KernelCopier(Copier):

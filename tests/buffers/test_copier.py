@@ -370,8 +370,9 @@ def test_inputs_that_lie_in_other_inputs_buffers(emulated: Emulated) -> None:
         assert_staged(buffers, wanted, 8, 8)
 
 
-def test_the_same_device_tensors_again_after_anything_else(emulated: Emulated) -> None:
-    """The arguments of a launch are written for each call: nothing that others wrote there meanwhile is read."""
+@pytest.mark.parametrize("alike", [False, True])
+def test_the_same_device_tensors_again_after_anything_else(emulated: Emulated, alike: bool) -> None:
+    """Addresses that others wrote into the arguments of a launch meanwhile are not read."""
     buffers = StaticBuffers({"x": ROWS, "y": ROWS}, 8, 8, CPU)
     copier = emulated.copier(buffers)
     copy = copier.for_batch(5, 5, 8, 8)
@@ -389,10 +390,10 @@ def test_the_same_device_tensors_again_after_anything_else(emulated: Emulated) -
         lambda: copy.run([v[::1].expand(5).flip(0) for v in others], 0),
     ]  # fmt: skip
     for number, act in enumerate(between * 2):
-        bring(values, 0, False)
+        bring(values, 0, alike)
         act()
         values[0].fill_(number)
-        bring(values, 0, False)
+        bring(values, 0, alike)
         assert_staged(buffers, values, 8, 8)
 
 
