@@ -124,9 +124,9 @@ class Calls:
             form, tensors = call_form(args, kwargs)
             mode = _get_current_function_mode()
             last_form, last_mode, has_state, runner, kind = self._last
-            is_again = form == last_form and mode is last_mode and has_state()
-            is_again = is_again and runner.resembles_last(tensors)
-            if not is_again:
+            alike = form == last_form and mode is last_mode and has_state()
+            alike = alike and runner.alike_call(tensors)
+            if not alike:
                 tail = tail_of(tensors, self.device)
                 whole = [*form, tail]
                 try:
@@ -148,9 +148,9 @@ class Calls:
             if self._is_shared(kind, tensors):
                 return self._run_model(_SHARED, args, kwargs)
             # objects are compared above alone; a guard of (x, x) takes (x, y)
-            if not (is_again or kind.objects or tail.same):
+            if not (alike or kind.objects or tail.same):
                 self._last = form, mode, GlobalStateGuard().check, kind.runner, kind
-            return self._replay(kind, tensors, args, kwargs)
+            return self._replay(kind, tensors, args, kwargs, alike)
 
     def _own_call(
         self,
@@ -294,6 +294,7 @@ class Calls:
         tensors: list[Tensor],
         args: Args,
         kwargs: Kwargs,
+        alike: Any = None,
     ) -> Any:
         assert kind.runner is not None
         wants_grad = True in kind.requires_grad and torch.is_grad_enabled()
@@ -301,7 +302,8 @@ class Calls:
         if wants_grad and self._settings.recomputes:
             again = self._own_code_again(args, kwargs)
         try:
-            output = kind.runner(*tensors)
+            runner = kind.runner
+            output = runner.call_again(alike, tensors) if alike else runner(*tensors)
         except NumbersError as error:
             output = self._after_a_difference(kind, error, tensors)
         except ModelError as error:  # failed in a comparison

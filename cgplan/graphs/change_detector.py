@@ -17,11 +17,13 @@ import atexit
 import ctypes
 import sys
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from functools import cache
 from itertools import chain, cycle, repeat
 from operator import attrgetter
+from types import NoneType
 from typing import Any
 
 import torch
@@ -198,7 +200,8 @@ class ChangeDetector:
             self._all.append(compared)
             # nothing reports another class or order
             has_order = extent.base is not dict and extent.length > 1
-            if extent.owner is not None or has_order or id(extent.value) not in self._watched:
+            has_class = extent.kind not in (NoneType, OrderedDict)
+            if has_class or has_order or id(extent.value) not in self._watched:
                 containers.append(compared)
         for stateful in record.stateful:
             if self._is_whole and (at_once or stateful.is_small):

@@ -257,10 +257,30 @@ class GraphRunner:
             self._use.thread = 0
             self._use.unlock()
 
-    def resembles_last(self, tensors: Values) -> bool:
-        """``alike_to`` the last call's."""
+    def alike_call(self, tensors: Values) -> PreparedCall | None:
+        """The last call, if it was of tensors like these alone."""
         call = self._last
-        return call is not None and True not in map(_is_nested, tensors) and call.is_alike(*tensors)
+        if call and call.flags == (None, 0, None) and True not in map(_is_nested, tensors):
+            return call if call.is_alike(*tensors) else None
+        return None
+
+    def call_again(
+        self,
+        call: PreparedCall,
+        tensors: Values,
+    ) -> Any:
+        """``self(*tensors)``; ``alike_call`` has just found ``call``."""
+        stats = self.stats
+        self._use.take(self._name)
+        try:
+            if call is self._last and stats.until_timed:
+                stats.until_timed -= 1
+                with torch._C.DisableTorchFunction():
+                    self._launcher.launch(call, tensors, is_alike=True)
+                return call.output()
+        finally:
+            self._use.release()
+        return self(*tensors)
 
     def _by_name(
         self,
