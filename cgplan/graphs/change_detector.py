@@ -216,6 +216,7 @@ class ChangeDetector:
                 turns.append(zip(*count * [cycle(part)], strict=True))
                 self._rotates = True
         self._turns = zip(*turns, strict=True)  # of each call
+        self._has_turns = any((tensors, others, containers))
 
     def _watch_all(
         self,
@@ -270,7 +271,7 @@ class ChangeDetector:
         has_grad = self._is_whole and torch.is_grad_enabled()
         if has_grad and [*map(_requires_grad, self._tensors)] != self._require_grad:
             return False
-        return not self._all or _holds(chain(*next(self._turns)))
+        return not self._has_turns or _holds(chain(*next(self._turns)))
 
     def holds_all(self) -> bool:
         """Each place holds the same object at its address."""
@@ -325,6 +326,7 @@ class ChangeDetector:
                     unwatch(_watcher(kind), ctypes.py_object(value))
         self._watched = {}
         self._turns = zip()
+        self._has_turns = False
         self._all = []
         self._tensors = []
 
