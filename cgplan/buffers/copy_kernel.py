@@ -293,8 +293,7 @@ class KernelBatchCopy(BatchCopy):
         if is_alike and sources == self._held:
             self._launch(self._arguments, (), stream)
             return
-        bounds = self._static.bounds
-        lie_in_buffers = [bisect_right(bounds, source) & 1 for source in sources]
+        lie_in_buffers = [bisect_right(self._static.bounds, source) & 1 for source in sources]
         if 1 in lie_in_buffers or not _are_dense(values, sources, is_alike):
             self.run(values, stream)
             return

@@ -302,8 +302,7 @@ class Calls:
         if wants_grad and self._settings.recomputes:
             again = self._own_code_again(args, kwargs)
         try:
-            runner = kind.runner
-            output = runner.call_again(alike, tensors) if alike else runner(*tensors)
+            output = kind.runner.call_again(alike, tensors) if alike else kind.runner(*tensors)
         except NumbersError as error:
             output = self._after_a_difference(kind, error, tensors)
         except ModelError as error:  # failed in a comparison

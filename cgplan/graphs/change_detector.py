@@ -23,7 +23,6 @@ from contextlib import suppress
 from functools import cache
 from itertools import chain, cycle, repeat
 from operator import attrgetter
-from types import NoneType
 from typing import Any
 
 import torch
@@ -200,7 +199,7 @@ class ChangeDetector:
             self._all.append(compared)
             # nothing reports another class or order
             has_order = extent.base is not dict and extent.length > 1
-            has_class = extent.kind not in (NoneType, OrderedDict)
+            has_class = extent.owner is not None and extent.kind is not OrderedDict
             if has_class or has_order or id(extent.value) not in self._watched:
                 containers.append(compared)
         for stateful in record.stateful:
@@ -215,8 +214,7 @@ class ChangeDetector:
             else:
                 turns.append(zip(*count * [cycle(part)], strict=True))
                 self._rotates = True
-        self._turns = zip(*turns, strict=True)  # of each call
-        self._has_turns = any((tensors, others, containers))
+        self._turns = zip(*turns, strict=True) if tensors or others or containers else None
 
     def _watch_all(
         self,
@@ -271,7 +269,7 @@ class ChangeDetector:
         has_grad = self._is_whole and torch.is_grad_enabled()
         if has_grad and [*map(_requires_grad, self._tensors)] != self._require_grad:
             return False
-        return not self._has_turns or _holds(chain(*next(self._turns)))
+        return self._turns is None or _holds(chain(*next(self._turns)))
 
     def holds_all(self) -> bool:
         """Each place holds the same object at its address."""
@@ -325,8 +323,7 @@ class ChangeDetector:
                     unwatch = getattr(ctypes.pythonapi, f"Py{kind}_Unwatch")
                     unwatch(_watcher(kind), ctypes.py_object(value))
         self._watched = {}
-        self._turns = zip()
-        self._has_turns = False
+        self._turns = None
         self._all = []
         self._tensors = []
 

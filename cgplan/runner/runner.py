@@ -260,8 +260,9 @@ class GraphRunner:
     def alike_call(self, tensors: Values) -> PreparedCall | None:
         """The last call, if it was of tensors like these alone."""
         call = self._last
-        if call and call.flags == (None, 0, None) and True not in map(_is_nested, tensors):
-            return call if call.is_alike(*tensors) else None
+        is_nested = True in map(_is_nested, tensors)
+        if call and call.flags == (None, 0, None) and not is_nested and call.is_alike(*tensors):
+            return call
         return None
 
     def call_again(
@@ -270,13 +271,12 @@ class GraphRunner:
         tensors: Values,
     ) -> Any:
         """``self(*tensors)``; ``alike_call`` has just found ``call``."""
-        stats = self.stats
         self._use.take(self._name)
         try:
-            if call is self._last and stats.until_timed:
-                stats.until_timed -= 1
+            if call is self._last and self.stats.until_timed:
+                self.stats.until_timed -= 1
                 with torch._C.DisableTorchFunction():
-                    self._launcher.launch(call, tensors, is_alike=True)
+                    self._launcher.launch(call, tensors, True)
                 return call.output()
         finally:
             self._use.release()
