@@ -461,7 +461,7 @@ class PutBack:
         """Whether they were first runs of their keys alone, as far as runs tell."""
         if uses.late:
             return uses.again and uses.once
-        return uses.once or len(uses.runs) < len(self._whole_runs)
+        return uses.once or 0 < len(uses.runs) < len(self._whole_runs)
 
     def is_steady(
         self,
@@ -479,8 +479,11 @@ class PutBack:
         of_first_use = set[int]()
         for path in self.made:
             of_first_use |= self._paths[path].uses.runs.keys()
+        steady = set(filter(self.is_steady, self._paths))
         found = list[str]()
         for written in self.written.values():
+            if is_within(written.path, steady):  # each run binds another tensor
+                continue
             uses = written.uses
             first = later = -1  # none
             for number, versions in uses.runs.items():
@@ -590,7 +593,8 @@ class PutBack:
             if not self.may_undo(path):
                 continue
             value = change.was
-            if made and known is not None and not known.is_captured:
+            keeps_first = made and self.before.is_attribute(change)
+            if keeps_first and known is not None and not known.is_captured:
                 value = known.first
             change.bind(value)
         if self.last:
