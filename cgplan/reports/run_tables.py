@@ -41,7 +41,6 @@ from cgplan.reports.records import (
     CaptureReport,
     DoctorReport,
     Environment,
-    FloorRecord,
     OwnerRecord,
     PointerReport,
     RankRecord,
@@ -369,7 +368,7 @@ def _bench_rows(report: BenchReport) -> Iterator[Fact]:
     adapters = {r.descriptor.num_active_loras for r in report.records if r.descriptor.has_lora}
     if adapters:
         yield "LoRA", f"graphs for {', '.join(map(str, sorted(adapters)))} active adapters"
-    yield from _floor_rows(report.floor)
+    yield from _floor_rows(report)
     yield from labelled("note", report.environment.notes)
     yield from bench_notes(report)
 
@@ -436,7 +435,10 @@ def queued(report: BenchReport) -> Grid | None:
     )
 
 
-def _floor_rows(found: FloorRecord | None) -> Iterator[Fact]:
+def _floor_rows(report: BenchReport | DoctorReport) -> Iterator[Fact]:
+    found = report.floor
+    if found is None and not report.capture.environment.is_tape:
+        yield "floor", "not measured, which takes 1 GiB of free GPU memory"
     if found is not None:
         rate = format_bytes(round(1e6 * found.bytes_per_us))
         read = format_bytes(found.weight_bytes)
@@ -575,7 +577,7 @@ def doctor_notes(report: DoctorReport) -> list[Fact]:
         *labelled("note", capture.plan.notes),
         *labelled("warning", capture.warnings),
         *labelled("outside", outside),
-        *_floor_rows(report.floor),
+        *(_floor_rows(report) if report.rows else ()),
     ]
 
 

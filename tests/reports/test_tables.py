@@ -271,7 +271,9 @@ def test_a_bench_says_which_median_is_not_to_be_trusted() -> None:
 def test_a_bench_says_what_no_replay_can_be_faster_than() -> None:
     report = golden_report("bench_gpu")
     assert isinstance(report, BenchReport)
-    assert "cannot be faster" not in render_text(report)
+    said = render_text(report)
+    assert "cannot be faster" not in said
+    assert "not measured, which takes 1 GiB of free GPU memory" in said
     floor = FloorRecord(weight_bytes=2_000_000, bytes_per_us=1_000.0, kernel_us=1.5)
     text = render_text(report.model_copy(update={"floor": floor}))
     title, table = text.split("What a replay cannot be faster than")
