@@ -163,6 +163,27 @@ def test_a_change_of_tensors_is_late_where_calls_may_have_missed_it(backend: Gra
     assert (late in g.explain()) is (sys.version_info < (3, 12)), "40 tensors a call"
 
 
+class Listed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.items: list[Any] = [*range(400), torch.ones(2)]  # nothing reports a change of it
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.items[-1]
+
+
+def test_another_tensor_in_a_list_is_late(backend: GraphBackend) -> None:
+    model = Listed()
+    model.items[-1] = model.items[-1].to(backend.device)
+    g, x = cgplan.graphed(model.eval()), torch.zeros(3, 2, device=backend.device)
+    ready(g, model, x)
+    model.items[-1] = torch.full((1,), 5.0, device=backend.device)
+    while "captured again" not in g.explain():
+        g(x)
+    is_late = sys.version_info >= (3, 12)  # before, it is among the few tensors of each call
+    assert ("call recapture() after such changes" in g.explain()) is is_late
+
+
 def test_numbers_that_change_in_place_are_seen(backend: GraphBackend, net: Net) -> None:
     g, x = cgplan.graphed(net), rows(backend, 5)
     ready(g, net, x)

@@ -287,7 +287,7 @@ def as_its_caller(
 class DispatchMode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # as the way to skip it imports it, in seconds
+        return False  # torch's wrapper that skips a mode imports Dynamo, for seconds
 
     def __torch_dispatch__(
         self,
@@ -306,7 +306,7 @@ class DispatchMode(TorchDispatchMode):
 
 
 _SKIP = eval_frame._FrameAction.SKIP
-eval_frame.set_code_exec_strategy(  # with what it calls
+eval_frame.set_code_exec_strategy(  # Dynamo skips it, with what it calls
     DispatchMode.__torch_dispatch__.__code__,
     eval_frame._FrameExecStrategy(_SKIP, _SKIP),
 )

@@ -284,7 +284,7 @@ class CapturedKeys:
             raise
         else:
             self._records[key] = found
-            if self.guard.keeps(key, remaining):  # may raise for all ranks
+            if self.guard.keeps(key, remaining):  # may raise for all ranks, at start-up alone
                 return found
             if in_service:
                 self._remember_refusal(key)

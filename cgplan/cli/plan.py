@@ -167,6 +167,12 @@ def run_check(
             other = f"the plan was made with other step times: {made.times_source}"
             times = times.changed(notes=(other, *times.notes))
         rules = {name: getattr(made, name) for name in RULES}
+        for limit in {"memory", "capture_time"}.intersection(made.binding):
+            of_limit = (
+                f"{limit.replace('_', ' ')} limited this plan, and none beside it, as costs are "
+                "not known here: the regret on the traffic that it was made for is that limit's"
+            )
+            times = times.changed(notes=(of_limit, *times.notes))
     if loads.replicas:
         rules["replicas"] = loads.replicas
     from cgplan.optimizer.decisions import Planner  # numpy from here on
@@ -184,7 +190,9 @@ def run_check(
         raise RegretError(
             f"{path} on {check.traffic_source}: {check.verdict}; --max-regret is "
             f"{max_regret * 100:g}%",
-            remedy="Plan for this traffic: `cgplan plan FILE --traffic FILE --output FILE`.",
+            remedy="Plan for this traffic: `cgplan plan FILE --traffic FILE --output FILE`. If a "
+            "note says that memory or capture time limited the plan, allow what it regrets on its "
+            "own traffic.",
         )
 
 

@@ -55,9 +55,9 @@ class _OfGraph(torch.autograd.Function):
 def _refuse(name: str, gradient: Tensor) -> None:  # noqa: ARG001
     raise GradientError(
         f"backward through an output of {name}, which a graph computed without gradients",
-        remedy='Pass grad="recompute" to cgplan.graphed, which runs the model again in backward; '
-        "or call the model itself where gradients are needed, and g under torch.no_grad() "
-        "elsewhere.",
+        remedy='Pass grad="recompute" to cgplan.graphed or graphed_generate, which runs the model '
+        "again in backward; or call model.train() before, as then calls run the model's own code; "
+        "or call it under torch.no_grad().",
     )
 
 

@@ -91,8 +91,8 @@ class Learner(Inference):
         is_moved = all(change.is_move for change in changes)
         if self.detector.is_late:
             text += (
-                "; calls since may have been answered by the old graphs: call recapture() after "
-                "such changes"
+                "; calls from the change to now may have been answered by the old graphs: call "
+                "recapture() after such changes"
             )
         self.tell_once(text, first.path)
         self.detector.close()

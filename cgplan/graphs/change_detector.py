@@ -171,7 +171,7 @@ class ChangeDetector:
         self.is_late = False
         self._tensors = list[torch.Tensor]()
         self._addresses = list[int]()
-        self._paths = set[str]()  # of tensors
+        self._in_turns = set[str]()  # paths of tensors
         self._require_grad = list[bool]()
         tensors = list[_Compared]()
         others = list[_Compared]()
@@ -187,11 +187,11 @@ class ChangeDetector:
             if place.address is not None:
                 self._tensors.append(place.value)
                 self._addresses.append(place.address)
-                self._paths.add(place.path)
                 self._require_grad.append(place.requires_grad)
             is_reported = self._is_reported(place)
             if place.address is not None and (is_reported or not is_told):
                 tensors.append(compared)
+                self._in_turns.add(place.path)
             elif not is_reported:
                 others.append(compared)
         for extent in extents:
@@ -305,9 +305,9 @@ class ChangeDetector:
             at_once = self._have_moved()
         self._reset()
         found = self.record.changes(ignore)
-        # each turn has tensors that changed
-        at_once |= len(self._paths - found.keys()) < self._most_tensors
-        of_tensors = self._paths >= found.keys()
+        # fewer unchanged ones than a turn takes: each turn has one that changed
+        at_once |= len(self._in_turns - found.keys()) < self._most_tensors
+        of_tensors = self._in_turns >= found.keys()
         self.is_late = is_late and not (at_once and of_tensors)
         if found:
             self._flag[0] = True

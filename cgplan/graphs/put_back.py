@@ -64,15 +64,15 @@ class _Uses:
 
     Attributes:
         runs: With versions written, if it is a tensor.
-        late: Not each was its key's first one.
-        again: Two runs of a key did.
-        once: A later run of such a key did not.
+        by_later_run: Not each was its key's first one.
+        repeated: Two runs of a key did.
+        stopped: A later run of such a key did not.
     """
 
     runs: dict[int, int] = field(default_factory=dict)
-    late: bool = False
-    again: bool = False
-    once: bool = False
+    by_later_run: bool = False
+    repeated: bool = False
+    stopped: bool = False
     _keys: set[object] = field(default_factory=set)
 
     def count(
@@ -80,13 +80,13 @@ class _Uses:
         run: _Run,
         versions: int = 0,
     ) -> None:
-        self.late |= run.is_later
-        self.again |= run.key in self._keys
+        self.by_later_run |= run.is_later
+        self.repeated |= run.key in self._keys
         self.runs[run.number] = versions
         self._keys.add(run.key)
 
     def miss(self, run: _Run) -> None:
-        self.once |= run.key in self._keys
+        self.stopped |= run.key in self._keys
 
 
 @dataclass(slots=True)
@@ -143,10 +143,10 @@ class Written:
         if has_written:
             uses.count(run, (version or 0) - (self.version or 0))
             self.is_captured |= run.captures
-        elif not run.captures or all(uses.runs.values()):
-            was_once = uses.once
+        elif not run.captures or all(uses.runs.values()):  # else writes of captures do not show
+            had_stopped = uses.stopped
             uses.miss(run)
-            if uses.once and not was_once and len(uses.runs) == 1:
+            if uses.stopped and not had_stopped and len(uses.runs) == 1:
                 self.put_back(self.after_first)
         self.version = version
 
@@ -166,7 +166,7 @@ class _PathChanges:
     Attributes:
         first: What the first run left there.
         is_captured: That one was a capture.
-        is_tried: A later run began without.
+        is_tried: A later run began without the change.
     """
 
     first: Any
@@ -221,7 +221,7 @@ class PutBack:
         self.copied = Counter[Outcome]()  # bytes
         self.keeps_first_use = True
         self.keeps_containers = True
-        self._growing = set[int]()  # ids of containers, by each run
+        self._growing = set[int]()  # ids of dicts and lists that later runs add to
         self.newly_written: list[str] = []
         for address, (path, tensor) in self._state_at.items():
             storage = tensor.untyped_storage()
@@ -253,9 +253,10 @@ class PutBack:
         also inside what earlier runs made.
         """
         found = dict[str, Change]()
+        # the bytes may belong to Python that one run left
         may_be_first = self._runs == 1 and bool(self.last)
         for written in self.written.values():
-            if written.is_small and not may_be_first and not self._is_first(written.uses):
+            if written.is_small and not may_be_first and not self._is_first_use(written.uses):
                 written.put_back(written.copy)
         held = self._now() if enters_made and self.last else None
         versions = self._versions()
@@ -308,7 +309,8 @@ class PutBack:
                 # what a capture left lies in the pool
                 first = ABSENT if run.captures else change.now
                 self._paths[path] = _PathChanges(first, run.captures)
-                if run.is_later and change.was is ABSENT and change.where:
+                grows = change.was is ABSENT and not self.before.is_attribute(change)
+                if run.is_later and grows and change.where:
                     self._growing.add(id(change.where[0]))
         for path, known in self._paths.items():
             if path in changed:
@@ -439,7 +441,7 @@ class PutBack:
         first = dict[str, set[int]]()
         lasting = set[int]()  # runs
         for path, known in self._paths.items():
-            if known.is_captured or not self._is_first(known.uses):
+            if known.is_captured or not self._is_first_use(known.uses):
                 continue
             runs = set(known.uses.runs)
             change = self.last.get(path)
@@ -454,14 +456,16 @@ class PutBack:
             lasting.update(*first.values())
         return {path for path, runs in first.items() if runs <= lasting}
 
-    def _is_first(
+    def _is_first_use(
         self,
         uses: _Uses,
     ) -> bool:
-        """Whether they were first runs of their keys alone, as far as runs tell."""
-        if uses.late:
-            return uses.again and uses.once
-        return uses.once or 0 < len(uses.runs) < len(self._whole_runs)
+        """Whether they were first runs of their keys alone, or several and then no more, as far as
+        runs tell.
+        """
+        if uses.by_later_run:
+            return uses.repeated and uses.stopped
+        return uses.stopped or 0 < len(uses.runs) < len(self._whole_runs)
 
     def is_steady(
         self,
@@ -491,8 +495,11 @@ class PutBack:
                     first = max(first, versions)
                 else:
                     later = max(later, versions)
-            is_irregular = uses.once and (uses.again or written.is_filled_again)
-            if is_irregular or first > later >= 0:
+            is_irregular = uses.stopped and (uses.repeated or written.is_filled_again)
+            is_lost = False
+            if uses.runs and later < 0:  # its flag stays
+                is_lost = not self._is_first_use(uses)
+            if is_irregular or is_lost or first > later >= 0:
                 found.append(written.path)
         return found
 
@@ -519,7 +526,7 @@ class PutBack:
                 continue
             is_first = is_within(path, made)
             if address in self.written:
-                is_first = self._is_first(self.written[address].uses)
+                is_first = self._is_first_use(self.written[address].uses)
             if is_first:
                 found.append(path)
         return found
@@ -575,7 +582,7 @@ class PutBack:
         kept = self._kept(made)
         for address, written in self.written.items():
             nbytes = written.storage.nbytes()
-            if between_keys and (nbytes > _SMALL or self._is_first(written.uses)):
+            if between_keys and (nbytes > _SMALL or self._is_first_use(written.uses)):
                 continue
             stays = address in kept
             if not stays:
@@ -611,7 +618,7 @@ class PutBack:
         for path, known in self._paths.items():
             runs = known.uses.runs.keys()
             if path in made or not self.may_undo(path):
-                if self._is_first(known.uses):
+                if self._is_first_use(known.uses):
                     of_made |= runs
                 continue
             of_undone |= runs
@@ -620,10 +627,10 @@ class PutBack:
         kept = set[int]()
         for address, written in self.written.items():
             uses = written.uses
-            stays = self._is_first(uses)
+            stays = self._is_first_use(uses)
             if not uses.runs.keys() <= of_made:
-                flags = of_undone if uses.again else untried
-                stays = uses.once and flags.isdisjoint(uses.runs)
+                flags = of_undone if uses.repeated else untried
+                stays = uses.stopped and flags.isdisjoint(uses.runs)
             if stays:
                 kept.add(address)
         return kept

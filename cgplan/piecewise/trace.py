@@ -102,7 +102,7 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
     def traced(self, **inputs: Tensor) -> Any:
         """Run the trace that holds, or make one."""
         for mode in _get_current_dispatch_mode_stack():
-            # Dynamo runs no trace there
+            # under another mode Dynamo runs no trace
             if not mode.is_infra_mode():
                 return self.runnable(**inputs)
         # else one tensor for two inputs stays one

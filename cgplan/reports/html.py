@@ -67,6 +67,8 @@ from cgplan.version import __version__
 HERE = Path(__file__).parent
 FILES = ("page.html.j2", "vendor/echarts.min.js", "page.js")
 NOTED = (  # facts of the text that a page has, too
+    "verdict",
+    "step",
     "traffic",
     "step times",
     "times",
@@ -174,7 +176,7 @@ def page_of(report: Any) -> Page:
     title = report.kind.replace("_", " ").capitalize()
     if isinstance(plan, Plan):
         title += f" of {(plan.config.get('model') or {}).get('target') or plan.mode}"
-    lead = found[0].answer or dict(found[0].rows).get("verdict", "")
+    lead = found[0].answer or f"{found[0].title}."
     environment = getattr(capture, "environment", None)
     if environment:
         made = environment.date.replace("T", " ").replace("+00:00", " UTC")

@@ -92,7 +92,8 @@ USES = (TextColumn("graph", _used), Share("steps", "share"), Share("padding"))
 
 def brief(plan: Plan) -> RenderableType:
     if not plan.evidence:
-        return stacked(Facts("Plan", [*_rows(plan), *said(plan, brief=True)]), _to_paste(plan))
+        rows = [*_rows(plan), *said(plan, brief=True)]
+        return stacked(Facts(f"Plan: {plan.graph_words}", rows), _to_paste(plan))
     evidence = Evidence.model_validate(plan.evidence)
     return stacked(*_answer(plan, evidence, whole=False), _to_paste(plan))
 
@@ -104,7 +105,8 @@ def _plan(plan: Plan) -> RenderableType:
     if plan.keys and len(plan.config.get("dims") or ()) < 2:
         padding = _padding(plan)
     if not plan.evidence:
-        return stacked(Facts("Plan", [*rows, *said(plan)]), padding, _to_paste(plan))
+        head = Facts(f"Plan: {plan.graph_words}", [*rows, *said(plan)])
+        return stacked(head, padding, _to_paste(plan))
     evidence = Evidence.model_validate(plan.evidence)
     return stacked(
         *_answer(plan, evidence, whole=True),

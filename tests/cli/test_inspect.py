@@ -60,7 +60,7 @@ def test_inspect_shows_the_plan_first_and_then_the_values_that_were_set(home: Pa
     asked = ("inspect", "--config", "good.yaml", "--set", "lora.max_loras=2")
     brief, whole = good(*asked).stdout, good(*asked, "--all").stdout
     plan, _, values = brief.partition("\nValues set for good.yaml\n")
-    assert plan.startswith("Plan\n")
+    assert plan.startswith("Plan: 6 graphs\n")
     assert whole.partition("\nValues of good.yaml\n")[0] == plan
     some = re.findall(r"^([\w.]+) +\S.* (?:line \d+|--set)$", values, re.MULTILINE)
     assert {name.partition(".")[0] for name in some} == {

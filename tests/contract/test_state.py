@@ -1329,3 +1329,58 @@ def test_a_decode_loop_with_a_static_cache_gives_the_tokens_of_the_loop_without_
         return found
 
     assert tokens(captures=True) == tokens(captures=False)
+
+
+class FlagAfterState(nn.Module):
+    """State on first use, and a flag that the second run binds."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "position"):
+            self.position = torch.zeros(1, device=x.device)
+        elif not hasattr(self, "is_warm"):
+            self.is_warm = True
+        self.position.add_(1)
+        return x + self.position
+
+
+def test_what_the_second_run_binds_takes_nothing_of_first_use(backend: GraphBackend) -> None:
+    model = FlagAfterState().eval()
+    given = {"x": Input(shape=("num_tokens", 2), dtype="float32", pad=0)}
+    sizes = {"cudagraph_capture_sizes": [2, 4]}
+    with (
+        closing(
+            cgplan.capture(model, given, compilation=sizes, device=backend.device.type)
+        ) as runner,
+        torch.no_grad(),
+    ):
+        for number, rows in enumerate((2, 9, 4, 9, 2), 1):
+            x = torch.zeros(rows, 2, device=backend.device)
+            assert torch.equal(runner(x=x), x + number)
+
+
+class FilledBySecondUse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = 0
+        self.register_buffer("table", torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.step == 0:
+            self.step = 1
+        elif self.step == 1:
+            self.table.fill_(7)
+            self.step = 2
+        return x + self.table
+
+
+def test_a_table_of_the_second_run_is_not_lost_beside_its_flag(backend: GraphBackend) -> None:
+    model = FilledBySecondUse().to(backend.device).eval()
+    given = {"x": Input(shape=("num_tokens", 2), dtype="float32", pad=0)}
+    with pytest.raises(CaptureError, match="prepares table on first use"):
+        cgplan.capture(model, given, device=backend.device.type)
+    plain = FilledBySecondUse().to(backend.device).eval()
+    g = cgplan.graphed(FilledBySecondUse().to(backend.device).eval())
+    x = torch.zeros(3, 2, device=backend.device)
+    g.warm_up(x)
+    for _ in range(5):
+        assert torch.equal(g(x), plain(x))
