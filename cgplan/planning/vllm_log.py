@@ -212,8 +212,8 @@ class StartLog:
             size += f", {left * GIB / self.kv_token_bytes:,.0f} tokens"
         yield (
             f"--kv-cache-memory-bytes {left * GIB:.0f} ({size}): {total:g} GiB of the GPU x "
-            f"--gpu-memory-utilization {share:g}, less {rest:.2f} GiB for all else, of it "
-            f"{format_bytes(graph_bytes)} for graphs"
+            f"--gpu-memory-utilization {share:g}, less {rest:.2f} GiB for all else, at "
+            f"the log's --max-num-batched-tokens, of it {format_bytes(graph_bytes)} for graphs"
         )
 
 

@@ -509,7 +509,7 @@ class StepTimes(Record):
             raise StepTimeError(
                 f"{path}: the log has no iteration without speculative tokens after its start",
                 remedy="Run vLLM with --enable-logging-iteration-details, without "
-                "--speculative-config, and give the log from its first line.",
+                "--speculative-config, send it requests, and give the log from its first line.",
             )
         rows = raw_rows(text, path, StepTimeError)
         if is_json:
