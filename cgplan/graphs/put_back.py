@@ -454,7 +454,16 @@ class PutBack:
             first[path] = runs
         if self.keeps_first_use:
             lasting.update(*first.values())
+        elif self._is_of_inputs:
+            lasting.clear()
         return {path for path, runs in first.items() if runs <= lasting}
+
+    @property
+    def _is_of_inputs(self) -> bool:
+        """Whether looks saw state computed from inputs, which are padding or an example."""
+        if self.value_read is not None:
+            return True
+        return not all(reference.expired() for reference in self.computed.values())
 
     def _is_first_use(
         self,
@@ -591,21 +600,33 @@ class PutBack:
         if between_keys and not self.last:
             return
         for path, change in self.last.items():
-            known = self._paths.get(path)
-            if path in made:
-                nbytes = change.now.nbytes if is_tensor(change.now) else 0
-                self.outcome[path] = nbytes, "new"
+            if path not in made:
+                self.volatile.add(path)
+                self._undo(path, change, is_beside_made=bool(made))
                 continue
-            self.volatile.add(path)
-            if not self.may_undo(path):
-                continue
-            value = change.was
-            keeps_first = made and self.before.is_attribute(change)
-            if keeps_first and known is not None and not known.is_captured:
-                value = known.first
-            change.bind(value)
+            nbytes = change.now.nbytes if is_tensor(change.now) else 0
+            self.outcome[path] = nbytes, "new"
+            if len(self._paths[path].uses.runs) > 1:  # bound for each size
+                self.volatile.add(path)
         if self.last:
             self.last = self.before.changes()
+
+    def _undo(
+        self,
+        path: str,
+        change: Change,
+        *,
+        is_beside_made: bool,
+    ) -> None:
+        """Where first use made something, attributes keep what the first run left."""
+        if not self.may_undo(path):
+            return
+        known = self._paths.get(path)
+        value = change.was
+        keeps_first = is_beside_made and self.before.is_attribute(change)
+        if keeps_first and known is not None and not known.is_captured:
+            value = known.first
+        change.bind(value)
 
     def _kept(
         self,

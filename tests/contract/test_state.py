@@ -1384,3 +1384,58 @@ def test_a_table_of_the_second_run_is_not_lost_beside_its_flag(backend: GraphBac
     g.warm_up(x)
     for _ in range(5):
         assert torch.equal(g(x), plain(x))
+
+
+class OfFirstBatch(nn.Module):
+    """Scaled by its first batch, and one more thing that no run undoes."""
+
+    def __init__(self, beside: str) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(2))
+        self.is_ready = False
+        self.beside = beside
+        self.generator = numpy.random.default_rng(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_ready:
+            scale = 1 / (x.abs().amax(0) + 1)
+            if self.beside == "data":
+                self.scale.data = scale
+            else:
+                self.scale.copy_(scale)
+                self.generator.random()
+            self.is_ready = True
+        return x * self.scale
+
+
+@pytest.mark.parametrize("beside", ["data", "a draw of NumPy"])
+def test_statistics_go_beside_what_cannot_be_undone(backend: GraphBackend, beside: str) -> None:
+    model, plain = (OfFirstBatch(beside).to(backend.device).eval() for _ in range(2))
+    g = cgplan.graphed(model)
+    g.warm_up(torch.full((3, 2), 9.0, device=backend.device))
+    with torch.no_grad():
+        for _ in range(6):
+            x = torch.randn(3, 2, device=backend.device)
+            assert torch.equal(g(x), plain(x))
+
+
+class TableOfItsSize(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(0, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(self.table) != len(x):
+            self.table = torch.arange(1.0, len(x) + 1, device=x.device)[:, None]
+        return x * self.table
+
+
+def test_a_buffer_of_the_last_size_is_bound_again(backend: GraphBackend) -> None:
+    model = TableOfItsSize().to(backend.device).eval()
+    given = {"x": Input(shape=("num_tokens", 2), dtype="float32", pad=0)}
+    sizes = {"cudagraph_capture_sizes": [1, 2, 4]}
+    device = backend.device
+    with closing(cgplan.capture(model, given, compilation=sizes, device=device.type)) as runner:
+        for rows in (4, 4, 2, 1, 4):
+            x = torch.randn(rows, 2, device=device)
+            assert torch.equal(runner(x=x), x * torch.arange(1.0, rows + 1, device=device)[:, None])
