@@ -256,7 +256,7 @@ class CapturedKeys:
             done = 0
         if self.graphs.real_rows is not None:  # else refill takes rows for the model's writes
             self.graphs.buffers.fill_padding()
-        if self._records.keys().isdisjoint(keys):
+        if self._records.keys().isdisjoint(keys):  # older ones rely on what was there before
             rehearsal.put_back.keeps_first_use = False
 
     def _capture_one(

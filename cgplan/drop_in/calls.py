@@ -52,6 +52,7 @@ from cgplan.graphs.pools import GraphPool
 from cgplan.graphs.put_back import version_of
 from cgplan.modes import CUDAGraphMode, Key
 from cgplan.planning import build_plan
+from cgplan.runner.prepared import PreparedCall
 from cgplan.runner.runner import GraphRunner
 from cgplan.runner.session import CaptureSession
 
@@ -124,9 +125,9 @@ class Calls:
             form, tensors = call_form(args, kwargs)
             mode = _get_current_function_mode()
             last_form, last_mode, has_state, runner, kind = self._last
-            alike = form == last_form and mode is last_mode and has_state()
-            alike = alike and runner.alike_call(tensors)
-            if not alike:
+            is_again = form == last_form and mode is last_mode and has_state()
+            prepared = runner.alike_call(tensors) if is_again else None
+            if prepared is None:
                 tail = tail_of(tensors, self.device)
                 whole = [*form, tail]
                 try:
@@ -148,9 +149,9 @@ class Calls:
             if self._is_shared(kind, tensors):
                 return self._run_model(_SHARED, args, kwargs)
             # objects are compared above alone; a guard of (x, x) takes (x, y)
-            if not (alike or kind.objects or tail.same):
+            if not (prepared or kind.objects or tail.same):
                 self._last = form, mode, GlobalStateGuard().check, kind.runner, kind
-            return self._replay(kind, tensors, args, kwargs, alike)
+            return self._replay(kind, tensors, args, kwargs, prepared)
 
     def _own_call(
         self,
@@ -294,7 +295,7 @@ class Calls:
         tensors: list[Tensor],
         args: Args,
         kwargs: Kwargs,
-        alike: Any = None,
+        prepared: PreparedCall | None = None,
     ) -> Any:
         assert kind.runner is not None
         wants_grad = True in kind.requires_grad and torch.is_grad_enabled()
@@ -302,7 +303,10 @@ class Calls:
         if wants_grad and self._settings.recomputes:
             again = self._own_code_again(args, kwargs)
         try:
-            output = kind.runner.call_again(alike, tensors) if alike else kind.runner(*tensors)
+            if prepared is None:
+                output = kind.runner(*tensors)
+            else:
+                output = kind.runner.call_again(prepared, tensors)
         except NumbersError as error:
             output = self._after_a_difference(kind, error, tensors)
         except ModelError as error:  # failed in a comparison
@@ -310,7 +314,7 @@ class Calls:
         else:
             self.replayed += 1
             if kind.forward.differs:
-                seen = kind.seen(tensors)
+                seen = kind.seen(tensors)  # relearn may forget it
                 self.learner.relearn(kind)
                 kind.returns = seen
         if wants_grad:
@@ -358,7 +362,7 @@ class Calls:
         assert detector is not None
         record = detector.record
         form, given = call_form(args, kwargs)
-        call = self._own_call(args, kwargs, form, given)
+        call = self._own_call(args, kwargs, form, given)  # nothing asks for its tail
         tensors = [*record.tensors, *call.tensors]
         versions = list(map(version_of, tensors))
         ambient = AmbientState.now(self.device)

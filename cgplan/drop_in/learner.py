@@ -155,7 +155,7 @@ class Learner(Inference):
         family.calls += 1
         alike = [kind for kind in known if kind.state == state]
         for kind in alike:
-            family.misses = 0
+            family.misses = 0  # another shape makes no object new
             with suppress(InputError):
                 return kind, kind.sizes_of(call.tensors)
         kind = self._add_kind(call, state)
