@@ -648,7 +648,7 @@ class Config(Section):
         if others and self.tensors and given is None:
             raise ValueError(
                 "`dims` declares more than one name: write the shapes of outputs into "
-                "model.output_shapes"
+                "model.output_shapes (in Python: of `config`)"
             )
         self._check_boxes()
 

@@ -86,6 +86,6 @@ compilation:
   on_miss: eager                    # batches without a graph; error: they are refused
 
 scheduler:
-  max_num_seqs: 256                 # most requests or pictures of a batch: set yours
+  max_num_seqs: 256                 # most requests of a batch, where inputs count num_reqs
   max_num_batched_tokens: 8192      # tokens in one batch at most
 """

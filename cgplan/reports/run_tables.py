@@ -364,7 +364,8 @@ def _range(values: Sequence[float], spec: str = ".3g") -> str:
 def _bench_rows(report: BenchReport) -> Iterator[Fact]:
     capture = report.capture
     yield from head_rows(capture.plan)[:-1]  # the table below has the sizes
-    yield "times", f"median and p99 of {report.repeats} calls; host: until the call returned"
+    repeats = report.repeats
+    yield "times", f"median and p99 of {repeats} calls; replay: the graph alone; host: of a call"
     adapters = {r.descriptor.num_active_loras for r in report.records if r.descriptor.has_lora}
     if adapters:
         yield "LoRA", f"graphs for {', '.join(map(str, sorted(adapters)))} active adapters"
