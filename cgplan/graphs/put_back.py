@@ -5,7 +5,7 @@ Note [What is put back]
     if no graph stays. What first runs of keys alone change was made on first use, of the model or
     of a size, and stays with its flags, seen or not, as captures rely on it; then other attributes
     keep what the first run left, which may belong to it. If no graph stays, all Python is undone
-    that can be, with tensors that its runs wrote.
+    that can be, with tensors that its runs wrote. What a failed run changed is undone at its end.
     Small storages are rewound before each run, as positions must not run past a cache, until a run
     of a key does not write them again.
 """
@@ -269,6 +269,10 @@ class PutBack:
         finally:
             now = self.before.changes()
             changed = _differing(self.last, now)
+            if not is_whole:
+                self._undo_failed(changed, captures=captures)
+                now = self.before.changes()
+                changed = _differing(self.last, now)
             if changed:
                 self._adopt_unowned()
             self._unowned.clear()
@@ -292,6 +296,18 @@ class PutBack:
                 for path, change in held.changes().items():
                     if path not in changed:
                         found[path] = change
+
+    def _undo_failed(
+        self,
+        changed: Mapping[str, Change],
+        *,
+        captures: bool,
+    ) -> None:
+        """Python that a failed run left half done is no first use."""
+        for change in changed.values():
+            is_attribute = self.before.is_attribute(change)
+            if is_attribute or (change.where is not None and not captures):
+                change.bind(change.was)
 
     def _count(
         self,
@@ -582,7 +598,7 @@ class PutBack:
         between_keys: bool = False,
     ) -> None:
         """Undo changes; between keys, large storages wait. The device is idle."""
-        if self._runs < 2:  # no second run tells first use apart
+        if self._runs < 2 and not between_keys:  # no second run tells first use apart
             self.keeps_first_use = False
         made = self.made
         if not between_keys:

@@ -434,6 +434,29 @@ def test_running_out_of_memory_on_the_way_keeps_what_was_captured(warm_ups: Any,
     check_report(runner)
 
 
+class IsBusy(RunsOut):
+    """A flag that a run turns off again, unless it fails."""
+
+    is_busy = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert not self.is_busy
+        self.is_busy = True
+        found = super().forward(x)
+        self.is_busy = False
+        return found
+
+
+@pytest.mark.parametrize(("warm_ups", "call"), [("auto", 0), ("auto", 1), (1, 1)])
+def test_other_keys_see_nothing_of_a_run_without_memory(warm_ups: Any, call: int) -> None:
+    model = IsBusy(4, {call})
+    settings = {"cudagraph_num_of_warmups": warm_ups}
+    runner = open_runner({"memory": "1GiB"}, model=model, compilation=settings)
+    assert captured_sizes(runner)[:2] == [16, 8]
+    assert not model.is_busy
+    check_numbers(runner)
+
+
 def test_a_key_that_memory_refuses_is_tried_once_where_all_keys_warm_up() -> None:
     """The smallest key has told by then that the model keeps something for each size."""
     sizes: dict[int, bool] = {}

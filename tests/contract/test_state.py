@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils._pytree import tree_map_only
 
 import cgplan
@@ -1439,3 +1440,25 @@ def test_a_buffer_of_the_last_size_is_bound_again(backend: GraphBackend) -> None
         for rows in (4, 4, 2, 1, 4):
             x = torch.randn(rows, 2, device=device)
             assert torch.equal(runner(x=x), x * torch.arange(1.0, rows + 1, device=device)[:, None])
+
+
+class FailsUnderModes(nn.Module):
+    """As an operator without support for modes does, between two writes of an attribute."""
+
+    scale = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        before, self.scale = self.scale, 5
+        if _get_current_dispatch_mode() is not None:
+            raise RuntimeError("no modes")
+        self.scale = before
+        return x + before
+
+
+def test_a_look_that_fails_half_way_leaves_nothing(backend: GraphBackend) -> None:
+    model = FailsUnderModes().eval()
+    g = cgplan.graphed(model)
+    x = torch.ones(4, 4, device=backend.device)
+    for _ in range(6):
+        assert torch.equal(g(x), x)
+        assert model.scale == 0
