@@ -367,11 +367,13 @@ class TimeCurve(Record):
 
     @property
     def last_slope(self) -> float:
-        """Microseconds a token; 0 if there is one point."""
-        if len(self.points) < 2:
-            return 0.0
-        (first, below), (last, above) = self.points[-2:]
-        return (above - below) / (last - first)
+        """Microseconds a token, from half the last size on, as neighbours differ by noise."""
+        last, above = self.points[-1]
+        first, below = self.points[0]
+        for size, time in self.points[:-1]:
+            if 2 * size <= last:
+                first, below = size, time
+        return (above - below) / max(last - first, 1)
 
     def notes(
         self,

@@ -730,3 +730,13 @@ def test_times_of_several_sizes_from_a_bench(tmp_path: Path) -> None:
     measured[0] = boxed(1, 10, 8)
     text = json.dumps({"kind": "bench", "records": measured})
     assert surface_of(tmp_path, text).saves
+
+
+def test_noise_of_neighbours_is_no_slope() -> None:
+    """Truth: 10 us a token; the last sizes of a log lie close together."""
+    sizes = [*range(256, 4097, 256), 8000, 8008, 8016]
+    noise = dict(zip(sizes[-3:], (1.03, 0.98, 1.02), strict=True))
+    rows = [f"eager,{size},{10 * size * noise.get(size, 1.0)}" for size in sizes]
+    text = "\n".join(("mode,num_tokens,microseconds", *rows)) + "\n"
+    (curve,) = StepTimes.parse(text, "times.csv").curves
+    assert 8 < curve.last_slope < 12
