@@ -268,11 +268,10 @@ class PutBack:
             is_whole = True
         finally:
             now = self.before.changes()
-            changed = _differing(self.last, now)
             if not is_whole:
-                self._undo_failed(changed, captures=captures)
+                self._undo_failed(_differing(self.last, now), captures=captures)
                 now = self.before.changes()
-                changed = _differing(self.last, now)
+            changed = _differing(self.last, now)
             if changed:
                 self._adopt_unowned()
             self._unowned.clear()

@@ -438,13 +438,13 @@ def queued(report: BenchReport) -> Grid | None:
 
 def _floor_rows(report: BenchReport | DoctorReport) -> Iterator[Fact]:
     found = report.floor
-    if found is None and not report.capture.environment.is_tape:
-        yield "floor", "not measured, which takes 1 GiB of free GPU memory"
     if found is not None:
         rate = format_bytes(round(1e6 * found.bytes_per_us))
         read = format_bytes(found.weight_bytes)
         each = format_microseconds(found.kernel_us)
         yield "floor", f"{read} of weights at {rate}/s, {each} for each kernel, both measured"
+    elif not report.capture.environment.is_tape:
+        yield "floor", "not measured, which takes 1 GiB of free GPU memory"
 
 
 def floor(report: BenchReport | DoctorReport) -> Grid | None:
