@@ -11,12 +11,15 @@ from __future__ import annotations
 import gc
 import json
 import os
+import platform
 import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
 from time import perf_counter_ns
 from typing import Any, ClassVar, NamedTuple
 
@@ -27,6 +30,8 @@ from cgplan.backends.graph_nodes import Block, GraphNodes, Launch, MemoryKind
 from cgplan.buffers.copier import Copier
 from cgplan.buffers.static import StaticBuffers
 from cgplan.errors import BackendError, CaptureError, CgplanError
+from cgplan.reports.records import Environment
+from cgplan.version import __version__
 
 Pool = Any
 Graph = Any
@@ -133,6 +138,29 @@ class GraphBackend(ABC):
     device: torch.device
     is_tape: bool = False
     counts_driver_bytes: bool = False  # in ``memory().free``
+
+    def environment(self, config_hash: str = "") -> Environment:
+        """The machine, now."""
+        device, driver, cuda = self.hardware()
+        return Environment(
+            backend=self.name,
+            machine=f"{platform.system()} {platform.machine()}",
+            device=device,
+            driver=driver,
+            cuda=cuda,
+            torch=torch.__version__,
+            python=platform.python_version(),
+            cgplan=__version__,
+            date=datetime.now(UTC).isoformat(timespec="seconds"),
+            config_hash=config_hash,
+        )
+
+    def hardware(self) -> tuple[str, str | None, str | None]:
+        """Device, driver, CUDA."""
+        for line in text_of("/proc/cpuinfo").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip(), None, None
+        return platform.processor() or platform.machine(), None, None
 
     @abstractmethod
     def new_pool(self) -> Pool: ...
@@ -365,3 +393,10 @@ def foreign_pool(pool: Any, backend: GraphBackend) -> BackendError:
         f"{pool!r:.100} is not a pool of this {backend.name} backend",
         remedy="Make pools with new_pool() of the backend that captures.",
     )
+
+
+def text_of(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""

@@ -42,6 +42,7 @@ from cgplan.backends.backend import (
     gc_paused,
     span,
     tensor_on,
+    text_of,
 )
 from cgplan.backends.blame import users_lines
 from cgplan.backends.graph_nodes import (
@@ -170,6 +171,14 @@ class CudaBackend(GraphBackend):
         self._failed: list[torch.cuda.CUDAGraph] = []
         self._open: CudaGraph | None = None
         self._generators: set[torch.Generator] = set()
+
+    def hardware(self) -> tuple[str, str | None, str | None]:
+        driver = None
+        for word in text_of("/proc/driver/nvidia/version").split():
+            if word[0].isdigit() and "." in word:
+                driver = word
+                break
+        return torch.cuda.get_device_name(self.device), driver, torch.version.cuda
 
     def new_pool(self) -> CudaPool:
         pool = CudaPool(self)

@@ -3,6 +3,7 @@
 Note [Giving a key up]
     A pool keeps its segments while a graph lives, so graphs are captured again in a new pool:
 
+    start-up, refused before    none: smaller ones take as much
     start-up, none captured     the next key, which is smaller
     start-up, others captured   those again; keys that wait get no graph
     service, its own pool grew  those again, then keys that wait
@@ -22,7 +23,6 @@ from cgplan.backends import MemoryReading
 from cgplan.backends.backend import span
 from cgplan.captures.audit import audit, audit_error
 from cgplan.captures.capturer import Capturer, Next, driver_bytes
-from cgplan.captures.environment import describe_environment
 from cgplan.captures.failures import drop_locals
 from cgplan.captures.model_graphs import ModelGraphs, Rehearsal
 from cgplan.config import Config
@@ -72,7 +72,7 @@ class CapturedKeys:
     """The keys of a model that have graphs, and those that could not be captured.
 
     Args:
-        graphs: Its ``plan`` is what is captured now, part of ``wanted``.
+        graphs: Its ``plan`` is ``wanted``, from the end of ``start_up`` on what is captured of it.
         asked: What the configuration says.
         wanted: What of it may be captured.
         prove: By a second capture of a plan, for ``audit: prove``.
@@ -101,10 +101,9 @@ class CapturedKeys:
             self.before,
         )
         self._capturer = Capturer(graphs)
-        self._environment = describe_environment(graphs.backend, self.asked.config_hash)
+        self._environment = graphs.backend.environment(self.asked.config_hash)
         in_plan = set(self.wanted.keys)
         self._left_out = [key for key in self.asked.keys if key not in in_plan]
-        self._in_service = False
         self._survivable: tuple[type[CgplanError], ...] = ()  # others are raised
         if self.guard.active:
             self._survivable = (
@@ -134,7 +133,7 @@ class CapturedKeys:
         if self.keys:
             addresses.check(key or self.keys[0], again=True)
 
-    # --- at start-up, and later: captures, memory, audit, report ----------------------------------
+    # --- at start-up, and later -------------------------------------------------------------------
 
     def start_up(
         self,
@@ -147,7 +146,7 @@ class CapturedKeys:
             with graphs.first_captures() as rehearsal, self.guard.timed():
                 self.capture_all(keys, rehearsal)
                 self._capturer.refuse_uncomputed()
-        self._in_service = True
+        self._capturer.in_service = True
         self._survivable = (CaptureError, ModelError, ConfigError)
         graphs.ranks.end()
         self._seconds = time.perf_counter() - began
@@ -156,7 +155,7 @@ class CapturedKeys:
         self._note_workspace()
         taken = driver_bytes(graphs.backend, self.before, graphs.backend.memory())
         if taken is not None:
-            self._loaded_bytes = taken - self._graph_driver_bytes()
+            self._loaded_bytes = taken - self.guard.graph_driver_bytes
         graphs.seal()
         self._audit_if_asked()
         self._note_captured()
@@ -218,8 +217,7 @@ class CapturedKeys:
         keys: Sequence[Key],
         rehearsal: Rehearsal,
     ) -> None:
-        """See Note [Giving a key up]."""
-        in_service = self._in_service
+        in_service = self._capturer.in_service
         pools = self.graphs.pools
         waiting = list(keys)
         had_graph = set[Key]()  # allowed before
@@ -254,7 +252,7 @@ class CapturedKeys:
             self._free_all()
             self.graphs.ranks.dropped()
             done = 0
-        if self.graphs.real_rows is not None:  # else refill takes rows for the model's writes
+        if self.graphs.real_rows is not None:  # else `refill`, as the block ends
             self.graphs.buffers.fill_padding()
         if self._records.keys().isdisjoint(keys):  # older ones rely on what was there before
             rehearsal.put_back.keeps_first_use = False
@@ -264,10 +262,10 @@ class CapturedKeys:
         key: Key,
         remaining: int,
     ) -> GraphRecord | Next:
-        in_service = self._in_service
+        in_service = self._capturer.in_service
         try:
             with span(f"{key[0]} {key[1]}", num_tokens=key[1].num_tokens) as shown:
-                found = self._capturer.capture(key, keeps_others=in_service)
+                found = self._capturer.capture(key)
                 if isinstance(found, Next):
                     return found
                 for name in ("pool_growth", "driver_bytes", "nodes", "graphs"):
@@ -319,9 +317,6 @@ class CapturedKeys:
 
     # --- the report -------------------------------------------------------------------------------
 
-    def _graph_driver_bytes(self) -> int:
-        return sum(record.driver_bytes or 0 for record in self._records.values())
-
     def _note_workspace(self) -> None:
         """Once, after the first captures."""
         if self._workspace_bytes is not None:
@@ -343,7 +338,7 @@ class CapturedKeys:
         records = tuple(map(self._records.__getitem__, plan.keys))
         missing = [key for key in self.wanted.keys if key not in self._records]
         waiting = 0
-        if self.graphs.on_demand:
+        if graphs.on_demand:
             waiting = sum(key not in self.failed for key in missing)
             missing = []
         warnings = [*plan.warnings, *self._warnings()]
@@ -351,7 +346,7 @@ class CapturedKeys:
             warnings.append(NO_GRAPH)
         driver = self._loaded_bytes
         if driver is not None:
-            driver += self._graph_driver_bytes()
+            driver += guard.graph_driver_bytes
         report = CaptureReport(
             environment=self._environment,
             plan=plan,
@@ -491,20 +486,22 @@ class BudgetGuard:
     # --- bytes ------------------------------------------------------------------------------------
 
     def start_in_service(self) -> None:
-        """Memory allocated since then belongs to others."""
+        """Memory allocated since the session began belongs to others."""
         graphs = self._graphs
         graphs.backend.release_cached()
         self._reserved = graphs.backend.memory().reserved - graphs.buffers.nbytes
         self.shared_bytes = graphs.pools.nbytes
 
     @property
+    def graph_driver_bytes(self) -> int:
+        return sum(map(_driver, self._records.values()))
+
+    @property
     def used_bytes(self) -> int:
         used = max(self._graphs.buffers.nbytes, self._outside or 0)
         if self._records:
             used += self._graphs.pools.nbytes - self.shared_bytes
-        for record in self._records.values():
-            used += _driver(record)
-        return used
+        return used + self.graph_driver_bytes
 
     def outside_bytes(self) -> int:
         """Caches are empty."""

@@ -88,7 +88,6 @@ class _Attempt:
     """``before``: None until the capture begins, after warm-ups."""
 
     key: Key
-    keeps_others: bool
     began: _Clock  # before its first attempt
     needs_warm_up: bool = False
     warm_ups: int = 0
@@ -123,10 +122,12 @@ class Capturer:
     """Captures keys with the warm-ups that they need.
 
     Attributes:
+        in_service: Graphs of other keys stay, so each key has warm-ups.
         inspection_seconds: Time that served the report.
     """
 
     def __init__(self, graphs: ModelGraphs) -> None:
+        self.in_service = False
         self.inspection_seconds = 0.0
         self.returns_nothing = False
         self.started_again: str | None = None  # why
@@ -137,19 +138,15 @@ class Capturer:
             self._asked_warm_ups not in ("auto", 0) or not graphs.is_alone or graphs.pools.is_given
         )
         self._lanes = set[Lane]()  # that had a warm-up
-        self._run_ahead = set[Lane]()  # by their smallest key
         self._quiet_keys = 0  # in a row
         self._may_be_uncomputed = False
 
-    def capture(self, key: Key, *, keeps_others: bool = False) -> GraphRecord | Next:
-        """``keeps_others``: graphs of other keys stay, so this one has warm-ups. Raises
-        CaptureError; ModelError if the model failed before its capture.
-        """
+    def capture(self, key: Key) -> GraphRecord | Next:
+        """Raises CaptureError; ModelError if the model failed before its capture."""
         refuse_forbidden_capture(f"the graph for {key[0]} {key[1]}")
         self._graphs.addresses.is_outdated = True
-        self._all_need_warm_up |= keeps_others
-        began = _Clock.now()
-        attempt = _Attempt(key, keeps_others, began)
+        self._all_need_warm_up |= self.in_service
+        attempt = _Attempt(key, _Clock.now())
         found: GraphRecord | Next = Next.TRY_AGAIN
         with self._graphs.rehearsing() as rehearsal:
             while found is Next.TRY_AGAIN:
@@ -182,14 +179,14 @@ class Capturer:
                 answers = graphs.capture_answers(mode, capturing=True)
                 with rehearsal.judged_run(mode, captures=True), answers, log:
                     output = graphs.run_wrapped(key, graphs.views(descriptor))
-            rehearsal.refuse_first_use()  # a value that each run reads has failed before
+            rehearsal.refuse_first_use()  # a host read of each run has raised above
         except Exception as error:
             return self._failed(rehearsal, attempt, error)
         self._check(attempt, output)
         del output  # it holds memory of the pool
         done = time.perf_counter()
         is_held = backend.is_held(graphs.scope.pool)
-        # others would, too
+        # other keys would hold some, too
         self._all_need_warm_up |= bool(attempt.warm_ups) and is_held
         if attempt.is_cold:
             left = rehearsal.left
@@ -218,7 +215,7 @@ class Capturer:
             capturing=has_begun,
             free=graphs.backend.memory().free,
             host_sync=None if found is None else found.host_sync,
-            all_freed=not attempt.keeps_others,
+            all_freed=not self.in_service,
         )
         looks_again = rehearsal.forget_look(mode, failure if has_begun else None)
         # a verdict of ours stands after a warm-up, too
@@ -271,15 +268,12 @@ class Capturer:
         self._run(rehearsal, key, runs)
         lane = Lane.of(*key)
         self._lanes.add(lane)
-        if lane in self._run_ahead:
-            return
         smallest = key
         for other in graphs.plan.keys:
             if Lane.of(*other) == lane:
                 smallest = other  # the last
         if smallest == key or self._warm_ups_of(rehearsal, smallest):
             return
-        self._run_ahead.add(lane)
         held = graphs.backend.memory().held
         try:
             rehearsal.set_context(smallest)

@@ -87,11 +87,7 @@ class ForwardFacts:
     def weight_bytes(self) -> int:
         """Of what each run reads and none writes."""
         written = self.storages_written
-        total = 0
-        for storage, nbytes in self.read_whole.items():
-            if storage not in written:
-                total += nbytes
-        return total
+        return sum(nbytes for storage, nbytes in self.read_whole.items() if storage not in written)
 
     def note(self, *warnings: str) -> None:
         for warning in warnings:
@@ -307,9 +303,7 @@ class ModelGraphs:
     # --- its route --------------------------------------------------------------------------------
 
     def choose_route(self, given: SplitRoute | None = None) -> None:
-        """Make the model ready for runs; may run it on padding. Raises as
-        piecewise.routes.choose_route.
-        """
+        """May run the model on padding. Raises as piecewise.routes.choose_route."""
         self.route = given or choose_route(
             self.plan,
             self.config,
@@ -538,7 +532,6 @@ class ModelGraphs:
         scope.wrappers = {}
 
     def free(self) -> None:
-        """For good."""
         ranks = self.ranks
         self.ranks = SINGLE_RANK
         try:
@@ -565,11 +558,7 @@ class ModelGraphs:
 
 
 class Rehearsal:
-    """Runs ahead of captures, and captures.
-
-    Attributes:
-        judged: Modes whose first run was compared with the look.
-    """
+    """Runs ahead of captures, and captures."""
 
     def __init__(
         self,
@@ -579,8 +568,7 @@ class Rehearsal:
         self.put_back = put_back
         self._graphs = graphs
         self.footprints: dict[CUDAGraphMode, Footprint] = {}
-        self._outdated = set[CUDAGraphMode]()  # footprints
-        self.judged = set[CUDAGraphMode]()
+        self.judged = set[CUDAGraphMode]()  # by their first run
         self._changed: Mapping[str, Change] = {}
         # met only by a capture
         self._late_syncs: dict[CUDAGraphMode, HostSyncError] = {}
@@ -605,8 +593,7 @@ class Rehearsal:
         """
         self.set_context(key)
         mode, descriptor = key
-        earlier = self.footprints.get(mode)
-        if earlier is not None and mode not in self._outdated:
+        if mode in self.footprints:
             return
         graphs = self._graphs
         route = graphs.route
@@ -642,7 +629,6 @@ class Rehearsal:
             raise found.host_sync  # tagged as unsafe
         if breaks is not None and found.error is None:
             refuse_missing_ops(split, found.names)
-        self._outdated.discard(mode)
         self.footprints[mode] = found
         if is_piecewise and route.name in ("modules", "wrappers"):
             route.operators = found.operators
@@ -709,10 +695,10 @@ class Rehearsal:
         is_hidden = found.packages_that_ask and found.capture_visible_because is None
         if is_hidden and isinstance(failure, HostSyncError):
             self._late_syncs[mode] = failure
-            self._outdated.add(mode)
+            del self.footprints[mode]
             return True
         if mode not in self.judged:  # the look may have failed there, too
-            self._outdated.add(mode)
+            del self.footprints[mode]
         return False
 
     # --- runs after a look ------------------------------------------------------------------------
@@ -731,15 +717,15 @@ class Rehearsal:
         with self.put_back.run(captures=captures, enters_made=is_first) as self._changed:
             yield
         if is_first:
-            self._judge(mode, self._changed)
+            self._judge(mode)
 
-    def _judge(self, mode: CUDAGraphMode, changed: Mapping[str, Change]) -> None:
+    def _judge(self, mode: CUDAGraphMode) -> None:
         graphs = self._graphs
         facts = graphs.facts
         found = self.footprints[mode]
         compilation = graphs.config.compilation
         if not graphs.runs_python_again(mode):
-            self._refuse_rebound(found, changed)
+            self._refuse_rebound(found)
         made = self.put_back.made_of_inputs
         if made:
             self._refuse(f"computes {_listed(made)} {_FROM_PADDING}")
@@ -755,7 +741,7 @@ class Rehearsal:
         python = graphs.frozen(mode, python)
         if python and compilation.strict:
             raise CaptureError(
-                f"each run changes {changed[python[0]]}; a replay runs no Python",
+                f"each run changes {self._changed[python[0]]}; a replay runs no Python",
                 remedy="Keep it in a tensor, or name it in `ignore` if it decides nothing: "
                 f"ignore=[{python[0]!r}].",
             )
@@ -792,9 +778,6 @@ class Rehearsal:
                 )
 
     def refuse_first_use(self) -> None:
-        """Raise CaptureError if an input's value made something on first use, or first use prepared
-        what later runs change.
-        """
         put_back = self.put_back
         if put_back.value_read and put_back.made:
             self._refuse(f"computes a value for the host ({put_back.value_read}) {_FROM_PADDING}")
@@ -813,7 +796,8 @@ class Rehearsal:
             remedy = f"Not all of what it changed can be undone, so build the model again. {remedy}"
         raise CaptureError(f"the forward {does}", remedy=remedy)
 
-    def _refuse_rebound(self, found: Footprint, changed: Mapping[str, Change]) -> None:
+    def _refuse_rebound(self, found: Footprint) -> None:
+        changed = self._changed
         stale = [path for path in found.stale if path in changed]
         if stale:
             raise CaptureError(

@@ -48,7 +48,6 @@ from cgplan.captures.audit import (
     proofs_of,
     span_of,
 )
-from cgplan.captures.environment import describe_environment
 from cgplan.errors import AuditError, CgplanError, ConfigError
 from cgplan.graphs.fingerprint import Fingerprint
 from cgplan.graphs.walk import is_leaf
@@ -298,7 +297,7 @@ class GraphWatch:
         return list(found.values())
 
     def refuse_freed(self, graph: Any) -> None:
-        """Raise AuditError if memory that it reads was freed since its capture."""
+        """Raise AuditError for freed memory."""
         watched = self._graphs.get(graph)
         if watched is None:
             return
@@ -483,7 +482,7 @@ class GraphWatch:
                 )
             )
         report = WatchReport(
-            environment=describe_environment(backend, ""),
+            environment=backend.environment(),
             graphs=tuple(records),
             owners=owner_records(counts.values()),
             stale=_stale_records(new, totals),

@@ -11,7 +11,6 @@ from cgplan.backends import GraphBackend, select_backend
 from cgplan.backends.backend import Trace, span
 from cgplan.captures.audit import audit_error
 from cgplan.captures.captured_keys import CaptureProgress
-from cgplan.captures.environment import describe_environment
 from cgplan.captures.rank_sync import SINGLE_RANK, RankSync
 from cgplan.cli.options import DoctorRequest, Prepared
 from cgplan.cli.output import (
@@ -210,7 +209,7 @@ def _fitted(
     path = request.plan
     notes: list[str] = []
     if path:
-        machine = describe_environment(backend, plan.config_hash).as_machine
+        machine = backend.environment(plan.config_hash).as_machine
         try:
             found = fitted(plan, config, machine, force=request.force, file=str(path))
         except PlanMismatchError as error:

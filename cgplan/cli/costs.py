@@ -111,7 +111,6 @@ def _check_modes(
 def _measured(loaded: LoadedConfig) -> Priced:
     target, kwargs = loaded.model_for("--costs measure")
     from cgplan.backends import select_backend  # torch from here on
-    from cgplan.captures.environment import describe_environment
     from cgplan.measure.calibrate import calibrate
     from cgplan.models.loading import load_model
 
@@ -119,7 +118,7 @@ def _measured(loaded: LoadedConfig) -> Priced:
     plan = build_plan(loaded.config)
     model = load_model(target, kwargs, device=backend.device, base_dir=loaded.base_dir)
     measured = calibrate(loaded.config, model, backend, plan)
-    machine = describe_environment(backend, plan.config_hash).as_machine
+    machine = backend.environment(plan.config_hash).as_machine
     return Priced(measured, None if backend.is_tape else machine)
 
 

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from cgplan.backends import GraphBackend
-from cgplan.captures.environment import describe_environment
 from cgplan.captures.rank_sync import PeerMemory, RankSync
 from cgplan.config import Config
 from cgplan.distributed.all_reduce import AllReduce
@@ -42,7 +41,7 @@ def agree_on_setup(
     """All ranks have rank 0's configuration (but for the device), versions, kind of GPU, and values
     in ``also``. Raises RankMismatchError on all ranks.
     """
-    found = describe_environment(backend, "")
+    found = backend.environment()
     own = dict(also or {})
     own["version of torch"] = found.torch
     own["version of cgplan"] = found.cgplan

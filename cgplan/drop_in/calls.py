@@ -125,6 +125,7 @@ class Calls:
             form, tensors = call_form(args, kwargs)
             mode = _get_current_function_mode()
             last_form, last_mode, has_state, runner, kind = self._last
+            # has_state stands for the tail
             is_again = form == last_form and mode is last_mode and has_state()
             prepared = runner.alike_call(tensors) if is_again else None
             if prepared is None:
@@ -308,22 +309,23 @@ class Calls:
             else:
                 output = kind.runner.call_again(prepared, tensors)
         except NumbersError as error:
+            returns = kind.seen(tensors)  # relearn may forget it
             output = self._after_a_difference(kind, error, tensors)
         except ModelError as error:  # failed in a comparison
             raise error.__cause__ or error from None
         else:
             self.replayed += 1
+            returns = kind.returns
             if kind.forward.differs:
-                seen = kind.seen(tensors)  # relearn may forget it
+                returns = kind.seen(tensors)
                 self.learner.relearn(kind)
-                kind.returns = seen
         if wants_grad:
             output = with_gradients(output, kind.requires_grad, again, self._name)
-        if kind.returns == ONE_TENSOR:
+        if returns == ONE_TENSOR:
             return output
         leaves = output if isinstance(output, tuple) else (output,)
-        assert kind.returns is not None
-        return rebuild(iter(kind.returns), iter(leaves))
+        assert returns is not None
+        return rebuild(iter(returns), iter(leaves))
 
     def _after_a_difference(
         self,
@@ -337,7 +339,6 @@ class Calls:
         route = kind.route(sizes)
         key = route.descriptor
         is_padded = key.box != tuple(sizes.values())
-        seen = kind.seen(tensors)
         has_changed = self.learner.relearn(kind)
         if is_padded and not has_changed:
             self.learner.give_up(kind, error.message)
@@ -349,7 +350,6 @@ class Calls:
         if self._settings.strict:
             raise error
         self.eager["a graph differed from the model's own code"] += 1
-        kind.returns = seen
         return error.output
 
     def _own_code_again(
@@ -522,7 +522,7 @@ class Calls:
         most = self._settings.max_graphs
         if len(owners) < most:
             return True
-        # the least used graph goes if others are asked for twice, and more often than it ran
+        # the least used goes once this key was asked for twice, and more often than it ran since
         asked, before = kind.waiting.pop(missing, (0, uses))
         since = {graph: uses.get(graph, 0) - before.get(graph, 0) for graph in owners}
         least = min(since, key=since.__getitem__)

@@ -13,6 +13,8 @@ Note [The life of a kind]
     DIFFERED       EAGER     another one
     any            EAGER     what else no graph serves
 
+    An exact kind that replaces one begins as NEW, or in the stage of that one.
+
     A change of the model between calls frees its graphs (``Kind.start_again``):
 
     READY, DIFFERED  NEW     without a replay since the change before

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from cgplan.buffers.static import example_batch
-from cgplan.captures.environment import describe_environment
 from cgplan.captures.failures import explain_eager_failure, raise_caused
 from cgplan.errors import ConfigError
 from cgplan.measure.baselines import MOST_ROUNDS, BenchBatch, bench_baselines, timing
@@ -86,7 +85,7 @@ def bench(
             progress=progress,
         )
     return BenchReport(
-        environment=describe_environment(runner.backend, runner.plan.config_hash),
+        environment=runner.backend.environment(runner.plan.config_hash),
         capture=report,
         repeats=repeats,
         records=records,

@@ -18,7 +18,6 @@ import torch
 from cgplan.backends import GraphBackend
 from cgplan.backends.context import CaptureScope
 from cgplan.captures.capturer import Capturer
-from cgplan.captures.environment import describe_environment
 from cgplan.captures.failures import drop_locals
 from cgplan.captures.model_graphs import ModelGraphs
 from cgplan.config import Config
@@ -78,7 +77,7 @@ def calibrate(
         raise
     finally:
         graphs.free()
-    environment = describe_environment(backend, plan.config_hash)
+    environment = backend.environment(plan.config_hash)
     measured = []
     for (mode, descriptor), record in records.items():
         driver = rates[mode] * (record.nodes or 1)

@@ -31,7 +31,6 @@ from cgplan.backends.context import AmbientState, random_state_kept
 from cgplan.backends.replacing import T
 from cgplan.buffers.compare import differences
 from cgplan.buffers.static import example_batch
-from cgplan.captures.environment import describe_environment
 from cgplan.captures.failures import drop_locals
 from cgplan.captures.model_graphs import BeforeKey
 from cgplan.config import CompilationConfig, Config
@@ -61,13 +60,34 @@ _MOST_MODULES = 7  # taken out of graphs
 _KERNEL_GAP_US = 1.0  # from one kernel of a graph to the next
 
 
+class Way(NamedTuple):
+    name: str
+    compilation: CompilationConfig
+    taken_out: int = 0  # modules that failed
+
+    def without(self, failed: Sequence[str]) -> list[Way]:
+        """Where that may help."""
+        known = self.compilation.splitting_modules
+        is_full = self.compilation.cudagraph_mode is CUDAGraphMode.FULL
+        can_break_up = is_full or 0 < self.taken_out < _MOST_MODULES
+        if not can_break_up or not set(failed) - set(known):
+            return []
+        modules = (*known, *failed)
+        compilation = self.compilation.changed(
+            cudagraph_mode=CUDAGraphMode.PIECEWISE,
+            piecewise="modules",
+            splitting_modules=modules,
+        )
+        name = f"PIECEWISE without {', '.join(modules)}"
+        return [Way(name, compilation, self.taken_out + len(failed))]
+
+
 class Candidate(NamedTuple):
     """``gains``: eager over graph time by tokens, ascending; bytes of its pool. ``fusible``: the
     share of a step that a compiler may save. ``route``: with the traces of the trial.
     """
 
-    name: str
-    compilation: CompilationConfig
+    way: Way
     gains: dict[int, list[float]]
     nbytes: int
     fusible: float = 1.0
@@ -102,7 +122,7 @@ class Candidate(NamedTuple):
         return f"against eager steps {', '.join(figures)} tokens, in {REPEATS} rounds"
 
     def __str__(self) -> str:
-        return f"{self.name}, {self.speed}"
+        return f"{self.way.name}, {self.speed}"
 
 
 class Choice(BaseModel):
@@ -165,7 +185,7 @@ class Trials:
         if not folder or not isinstance(model, torch.nn.Module):
             return None
         digest = hashlib.sha256()
-        machine = describe_environment(backend, "").model_dump_json(exclude={"date"})
+        machine = backend.environment().model_dump_json(exclude={"date"})
         ambient = AmbientState.now(backend.device.type)
         modules = re.sub(r"0x[0-9a-f]+", "", str(model))  # without addresses
         facts = (
@@ -195,90 +215,120 @@ class Trials:
 
     def _try_ways(self) -> tuple[Choice, SplitRoute | None, bool]:
         """The last is false if time or memory ran out, which another start may have."""
-        config = self.config
         start = time.perf_counter()
-        plan = build_plan(config)
+        plan = build_plan(self.config)
+        asked = self.config.compilation
+        limit = self.config.budget.capture_time
         notes = list[str]()
-        is_lasting = True
-        probes = tuple(sorted(_timed_sizes(plan, config)))
-        limit = config.budget.capture_time
         candidates = list[Candidate]()
-        asked = config.compilation
+        is_lasting = True
         waiting = list(_ways(asked, self.backend))
         while waiting:
-            name, compilation = waiting.pop(0)
-            is_full = compilation.cudagraph_mode is CUDAGraphMode.FULL
-            taken_out = compilation.splitting_modules[len(asked.splitting_modules) :]
-            why_not = "" if taken_out else _cannot_win(compilation, candidates)
-            rest = None if limit is None else limit - (time.perf_counter() - start)
-            if notes and not why_not and rest is not None and rest <= 0:
+            way = waiting.pop(0)
+            began = time.perf_counter()
+            rest = None if limit is None else limit - (began - start)
+            why_not = _cannot_win(way, candidates)
+            if not why_not and notes and rest is not None and rest <= 0:
                 why_not = "budget.capture_time was spent"
                 is_lasting = False
             if why_not:
-                notes.append(f"AUTO: {name} not tried: {why_not}")
+                notes.append(f"AUTO: {way.name} not tried: {why_not}")
                 continue
             failed = list[str]()
-            tried = compilation.changed(
-                cudagraph_capture_sizes=probes,
-                max_cudagraph_capture_size=None,
-                capture_policy="eager",
-            )
-            budget = config.budget.changed(capture_time=rest)
-            probe = config.changed(compilation=tried, budget=budget)
-            began = time.perf_counter()
             try:
-                # a trace would hold for calls with the hook alone
-                is_traced = compilation.compiler != "eager"
-                with nullcontext() if is_traced else _failing_module(self.model, failed):
-                    session = CaptureSession(
-                        build_plan(probe),
-                        self.model,
-                        self.backend,
-                        probe,
-                        state=self.state,
-                        before_key=self.before_key,
-                    )
-                    runner = session.run()
-                # the hook slows eager steps down
-                candidate, note = _tried(runner, name, compilation)
+                candidate, note = self._try(way, plan, rest, failed)
             except (CaptureError, ConfigError, ModeError, ModelError, PlanError) as error:
                 if not notes and isinstance(error, ModelError):  # FULL runs the model as it is
                     raise
-                is_asked_for = compilation.compiler == asked.compiler
+                is_asked_for = way.compilation.compiler == asked.compiler
                 if isinstance(error, ConfigError) and is_asked_for:
                     raise
                 drop_locals(error)
                 is_lasting &= not isinstance(error, CaptureMemoryError)
-                notes.append(f"AUTO: {name} failed: {error.message}. {error.remedy}")
-                can_break_up = is_full or 0 < len(taken_out) < _MOST_MODULES
-                if can_break_up and set(failed) - set(compilation.splitting_modules):
-                    waiting.insert(0, _without(compilation, failed))
+                notes.append(f"AUTO: {way.name} failed: {error.message}. {error.remedy}")
+                waiting = [*way.without(failed), *waiting]
                 continue
             took = format_seconds(time.perf_counter() - began)
             notes.append(f"AUTO: {note} (tried in {took})")
             if candidate is not None:
                 candidates.append(candidate)
-        chosen, route, reason = _fastest(
-            asked,
-            candidates,
-            plan.capture_sizes,
-            even_if_slower=self.even_if_slower,
-        )
+        chosen, route, reason = self._fastest(candidates, plan.capture_sizes)
         before = asked.model_dump(mode="json")
-        after = chosen.model_dump(mode="json")
-        settings = {name: value for name, value in after.items() if value != before[name]}
+        settings = dict[str, Any]()
+        for name, value in chosen.model_dump(mode="json").items():
+            if value != before[name]:
+                settings[name] = value
         took = format_seconds(time.perf_counter() - start)
         notes.append(
             f"AUTO took {took}. To keep this choice without it, write into compilation: "
             f"{json.dumps(settings)}"
         )
-        kept = CompilationConfig.model_validate(settings)
         choice = Choice(
-            compilation=kept,
+            compilation=CompilationConfig.model_validate(settings),
             reason=reason,
             notes=tuple(notes),
         )
         return choice, route, is_lasting
+
+    def _try(
+        self,
+        way: Way,
+        plan: Plan,
+        seconds: float | None,
+        failed: list[str],
+    ) -> tuple[Candidate | None, str]:
+        """At the sizes that are timed."""
+        config = self.config
+        sizes = sorted(_timed_sizes(plan, config))
+        compilation = way.compilation.changed(
+            cudagraph_capture_sizes=tuple(sizes),
+            max_cudagraph_capture_size=None,
+            capture_policy="eager",
+        )
+        budget = config.budget.changed(capture_time=seconds)
+        config = config.changed(compilation=compilation, budget=budget)
+        # a trace would hold for calls with the hook alone
+        is_traced = compilation.compiler != "eager"
+        noting = nullcontext() if is_traced else _failing_module(self.model, failed)
+        with noting:
+            runner = CaptureSession(
+                build_plan(config),
+                self.model,
+                self.backend,
+                config,
+                state=self.state,
+                before_key=self.before_key,
+            ).run()
+        return _tried(runner, way)  # the hook slows eager steps down
+
+    def _fastest(
+        self,
+        candidates: Sequence[Candidate],
+        sizes: Sequence[int],
+    ) -> tuple[CompilationConfig, SplitRoute | None, str]:
+        asked = self.config.compilation
+        none = asked.changed(cudagraph_mode=CUDAGraphMode.NONE)
+        if not candidates:
+            return none, None, "no way to capture the model was found"
+        best = max(candidates, key=Candidate.mean)
+        ties = list(filter(best.is_tie, candidates))
+        taken = min(ties, key=lambda candidate: candidate.nbytes >> 20)  # within a MiB the first
+        said = str(taken)
+        chosen = taken.way.compilation
+        worth = taken.worth
+        if not worth:
+            said = f"graphs bring less than 2%: {said}"
+            if not self.even_if_slower:
+                return none, None, said
+            return chosen, taken.route, said
+        others = ", ".join(candidate.way.name for candidate in ties if candidate is not taken)
+        if others:
+            said += f"; a tie with {others}: its pool is no larger"
+        if worth < max(taken.gains):
+            kept = tuple(size for size in sizes if size <= worth)
+            chosen = chosen.changed(cudagraph_capture_sizes=kept, max_cudagraph_capture_size=None)
+            said += f"; beyond {worth} tokens graphs bring less than 2%"
+        return chosen, taken.route, said
 
 
 def choose_mode(
@@ -341,20 +391,13 @@ def _keep_choice(file: Path | None, text: str) -> None:
         logger.info("AUTO's choice is not kept: %s", error)
 
 
-def _without(compilation: CompilationConfig, failed: list[str]) -> tuple[str, CompilationConfig]:
-    modules = (*compilation.splitting_modules, *failed)
-    update = {
-        "cudagraph_mode": CUDAGraphMode.PIECEWISE,
-        "piecewise": "modules",
-        "splitting_modules": modules,
-    }
-    return f"PIECEWISE without {', '.join(modules)}", compilation.changed(**update)
-
-
-def _cannot_win(compilation: CompilationConfig, candidates: Sequence[Candidate]) -> str:
+def _cannot_win(way: Way, candidates: Sequence[Candidate]) -> str:
     """Why no trial is needed, or nothing."""
+    compilation = way.compilation
+    if way.taken_out:
+        return ""
     for candidate in candidates:
-        tried = candidate.compilation
+        tried = candidate.way.compilation
         if tried.cudagraph_mode is not CUDAGraphMode.FULL:
             continue
         if compilation.cudagraph_mode is CUDAGraphMode.PIECEWISE:
@@ -367,9 +410,9 @@ def _cannot_win(compilation: CompilationConfig, candidates: Sequence[Candidate])
 
 def _tried(
     runner: GraphRunner,
-    name: str,
-    compilation: CompilationConfig,
+    way: Way,
 ) -> tuple[Candidate | None, str]:
+    name, compilation, _ = way
     # the model is looked at once
     with closing(runner), runner.graphs.rehearsing():
         nbytes = runner.report.pool_bytes
@@ -383,8 +426,7 @@ def _tried(
         fusible = _fusible_share(runner)
     route = runner.graphs.route
     candidate = Candidate(
-        name,
-        compilation,
+        way,
         gains,
         nbytes,
         fusible,
@@ -441,7 +483,7 @@ def _fusible_share(runner: GraphRunner) -> float:
 def _ways(
     asked: CompilationConfig,
     backend: GraphBackend,
-) -> Iterator[tuple[str, CompilationConfig]]:
+) -> Iterator[Way]:
     is_given = "compiler" in asked.model_fields_set
     is_traced = asked.piecewise in ("auto", "ops")
     compilers = [asked.compiler if is_given else "eager"]
@@ -456,8 +498,8 @@ def _ways(
             (CUDAGraphMode.FULL, "FULL"),
             (CUDAGraphMode.PIECEWISE, f"PIECEWISE by {route}"),
         ):
-            update: dict[str, Any] = {"cudagraph_mode": mode, "compiler": compiler}
-            yield f"{name}{words}", asked.changed(**update)
+            compilation = asked.changed(cudagraph_mode=mode, compiler=compiler)
+            yield Way(f"{name}{words}", compilation)
 
 
 @contextmanager
@@ -554,36 +596,5 @@ def _gains(runner: GraphRunner) -> dict[int, list[float]]:
     for (_, descriptor), (eager, replays) in times_of.items():
         gains = sorted(map(truediv, eager, replays))
         size = descriptor.num_tokens
-        if size not in found or median(gains) < median(found[size]):
-            found[size] = gains
+        found[size] = min(found.get(size, gains), gains, key=median)
     return found
-
-
-def _fastest(
-    asked: CompilationConfig,
-    candidates: Sequence[Candidate],
-    sizes: Sequence[int],
-    *,
-    even_if_slower: bool,
-) -> tuple[CompilationConfig, SplitRoute | None, str]:
-    none = asked.changed(cudagraph_mode=CUDAGraphMode.NONE)
-    if not candidates:
-        return none, None, "no way to capture the model was found"
-    best = max(candidates, key=Candidate.mean)
-    ties = list(filter(best.is_tie, candidates))
-    taken = min(ties, key=lambda candidate: candidate.nbytes >> 20)  # within a MiB the first
-    said = str(taken)
-    chosen = taken.compilation
-    worth = taken.worth
-    if not worth:
-        said = f"graphs bring less than 2%: {said}"
-        return (chosen, taken.route, said) if even_if_slower else (none, None, said)
-    others = ", ".join(candidate.name for candidate in ties if candidate is not taken)
-    if others:
-        said += f"; a tie with {others}: its pool is no larger"
-    if worth < max(taken.gains):
-        kept = tuple(size for size in sizes if size <= worth)
-        update = {"cudagraph_capture_sizes": kept, "max_cudagraph_capture_size": None}
-        chosen = chosen.changed(**update)
-        said += f"; beyond {worth} tokens graphs bring less than 2%"
-    return chosen, taken.route, said

@@ -46,7 +46,7 @@ class Launcher:
         values: Values,
         is_alike: bool = False,
     ) -> None:
-        """``is_alike``: the tensors are like the last call's."""
+        """``is_alike``: the tensors are dense, and like those of the last call."""
         stream = self.stream()
         use = self.use
         if stream != use.stream or use.user is not self.name:

@@ -113,7 +113,6 @@ def _runs_wrappers(
     graphs: ModelGraphs,
     copier: Copier,
 ) -> tuple[Replay, Read]:
-    """With ``piecewise: wrappers``."""
     descriptor = route.descriptor
     outputs = graphs.outputs
     held: list[Any] = []

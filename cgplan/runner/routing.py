@@ -28,7 +28,6 @@ class RoutedBatch:
     """A batch, and the dispatcher's answer.
 
     Attributes:
-        num_active_loras: Distinct adapters.
         missing: A key without a graph that fits better; a call may capture it.
     """
 

@@ -231,9 +231,9 @@ class GraphRunner:
             with torch._C.DisableTorchFunction():  # a mode takes 1 us a look
                 try:
                     values: Values = tensors or self._pick(inputs)
+                    # is_alike ends the process for nested ones
                     if len(tensors or inputs) != self._count or True in map(_is_nested, values):
                         call = None
-                    # it ends the process for nested ones
                     elif call is not None and flags == call.flags and call.is_alike(*values):
                         is_alike = True
                     else:
@@ -615,12 +615,7 @@ class GraphRunner:
             on_demand = self.config.compilation.is_lazy
             keys = captured.keys if on_demand else captured.asked.keys
             self._free()
-            self._state = "asleep"
-            try:
-                self._capture_again(keys, on_demand=on_demand)
-            except BaseException:
-                self._state = "closed"
-                raise
+            self._capture_again(keys, on_demand=on_demand)
 
     def _capture_again(
         self,

@@ -142,10 +142,7 @@ class RunnerStats:
 
     @property
     def real_tokens(self) -> int:
-        tokens = 0
-        for count in self.counts:
-            tokens += count.calls * count.num_tokens
-        return tokens
+        return sum(count.calls * count.num_tokens for count in self.counts)
 
     @property
     def padded_rows(self) -> int:

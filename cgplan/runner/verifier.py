@@ -178,7 +178,7 @@ class _Moment:
         index = graphs.backend.device.index or 0
         of_gpu = torch.cuda.default_generators[index : index + 1]
         generators = [torch.default_generator, *of_gpu, *graphs.generators]
-        self.random = [(generator, generator.get_state()) for generator in generators]
+        self.random = {generator: generator.get_state() for generator in generators}
 
     def _keep(self, tensor: Tensor) -> UntypedStorage:
         storage = tensor.untyped_storage()
@@ -190,17 +190,12 @@ class _Moment:
         """False where Python changed more than attributes."""
         for storage, copy in self._copies:
             storage.copy_(copy)
-        for generator, state in self.random:
+        for generator, state in self.random.items():
             generator.set_state(state)
         return self._python is None or self._python.put_back(self._ignore)
 
     def has_drawn_until(self, other: _Moment) -> bool:
-        both = zip(
-            self.random,
-            other.random,
-            strict=True,
-        )
-        return any(not torch.equal(before[1], after[1]) for before, after in both)
+        return not all(map(torch.equal, self.random.values(), other.random.values()))
 
 
 @dataclass(eq=False)
@@ -499,12 +494,13 @@ class _Comparison:
             )
         )
         states = zip(
+            self._facts.written,
             found.state,
             wanted.state,
             self.begin.state,
             strict=True,
         )
-        for path, (one, other, before) in zip(self._facts.written, states, strict=True):
+        for path, one, other, before in states:
             parts.append(
                 compare(
                     path,

@@ -41,7 +41,6 @@ import cgplan
 from cgplan.backends import select_backend
 from cgplan.buffers.compare import deviation
 from cgplan.buffers.static import example_batch
-from cgplan.captures.environment import describe_environment
 from cgplan.measure.baselines import Baseline, BenchBatch, Comparison, bare, eager, reduce_overhead, used_bytes
 from cgplan.modes import BatchDescriptor
 from cgplan.reports.html import Page, Section, chart, html_of, table_of
@@ -281,7 +280,7 @@ class Zoo:
         self.path, self.backend = options.out / f"{model.name}.json", select_backend(options.device)
         self.dtype = at(model.dtype, options.scale)
         self.record = {"name": model.name, "family": model.family, "scale": options.scale, "dtype": self.dtype}
-        environment = describe_environment(self.backend, "")
+        environment = self.backend.environment()
         self.record |= {key: getattr(environment, key) for key in ("backend", "device", "torch", "cgplan", "date")}
         self.record |= {"sizes": options.sizes, "timed": options.timed, "jobs": options.jobs, "ways": {}}
 
