@@ -26,7 +26,7 @@ from cgplan.config.values import Record
 from cgplan.errors import TrafficError
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning import Plan
-from cgplan.traffic.histogram import MOST_BATCHED_TOKENS, SizeCounts, StepCounts, StepShape, Traffic
+from cgplan.traffic.histogram import MOST_BATCHED_TOKENS, SizeCounts, StepShape, Traffic
 from cgplan.traffic.rows import (
     LOG_LINE,
     Form,
@@ -401,11 +401,51 @@ def _traffic_of(
         requests = _run_requests(rows, said) if form is BENCH else rows
         trace = _requests(requests, form, path, plan, said)
         return trace._replace(notes=(*_note_on(ignored), *trace.notes))
-    steps = StepCounts(plan)
+    counts, guesses = _counted(rows, plan)
+    return Traffic.of(counts, f"{path.name}: histogram", [*guesses, *_note_on(ignored)])
+
+
+def _counted(
+    rows: Iterable[tuple[str, _StepRow]], plan: Plan
+) -> tuple[Counter[StepShape], list[str]]:
+    """Counts of steps of which the tokens may be all that is known, and sentences on what was
+    guessed for the plan's batches.
+    """
+    q = plan.query_len
+    most = plan.max_num_seqs
+    counts = Counter[StepShape]()
+    guessed: Counter[bool] = Counter()  # steps by the ``uniform`` that was guessed
+    tokens = 0  # of these
+    unknown = set[str]()
     for _, row in rows:
-        steps.add(**dict(row))
-    notes = [*steps.notes(), *_note_on(ignored)]
-    return Traffic.of(steps.counts, f"{path.name}: histogram", notes)
+        size = row.num_tokens
+        uniform = row.uniform
+        reqs = row.num_reqs
+        if uniform is None:
+            uniform = size == q * reqs if reqs else size % q == 0 and size <= q * most
+            guessed[uniform] += row.count
+            tokens += row.count * size
+        if reqs is None:
+            reqs = max(size // q, 1) if uniform else min(size, most)
+        for name, value in row:
+            if value is None:
+                unknown.add(name)
+        counts[StepShape(size, reqs, uniform, row.num_active_loras or 0)] += row.count
+    notes = []
+    if guessed.total():
+        notes.append(
+            f"uniform decode was guessed for {guessed.total():,} steps with {tokens:,} tokens: a "
+            "batch counts as uniform if its tokens are a multiple of the query length, for at most "
+            f"max_num_seqs requests; {guessed[True]:,} of these steps do"
+        )
+    if "num_reqs" in unknown:
+        notes.append(
+            "requests of a batch were guessed: tokens / query length of a uniform one, else one "
+            "for each token, at most max_num_seqs"
+        )
+    if "num_active_loras" in unknown:
+        notes.append("the source names no LoRA adapters: batches count as using none")
+    return counts, notes
 
 
 def _note_on(ignored: Iterable[str]) -> Iterator[str]:
@@ -443,9 +483,9 @@ def log_traffic(text: str, path: Path, plan: Plan) -> Traffic:
     for uniform decode (FULL_DECODE_ONLY, FULL_AND_PIECEWISE), batches that ran FULL were, and
     others up to the largest capture size were not. Else a batch is taken to be uniform if it could.
     """
-    steps = StepCounts(plan)
+    steps = []
     told = odd = 0
-    for _, row in VLLM_LOG.read(_log_rows(text, path)):
+    for where, row in VLLM_LOG.read(_log_rows(text, path)):
         uniform = None
         mode = CUDAGraphMode.__members__.get(row.mode or "")
         if mode is not None and mode.separate_routine():
@@ -456,7 +496,8 @@ def log_traffic(text: str, path: Path, plan: Plan) -> Traffic:
                 uniform = False
         if uniform is not None:
             told += row.count
-        steps.add(row.num_tokens, row.count, uniform=uniform)
+        step = _StepRow(num_tokens=row.num_tokens, count=row.count, uniform=uniform)
+        steps.append((where, step))
     notes = []
     tables = len(_HEADER.findall(text))
     if tables > 1:
@@ -469,22 +510,20 @@ def log_traffic(text: str, path: Path, plan: Plan) -> Traffic:
             f"the query length {plan.query_len}, and count as mixed; is "
             "speculative.num_speculative_tokens that of the server?"
         )
-    return Traffic.of(steps.counts, f"{path.name}: vLLM log", [*notes, *steps.notes()])
+    counts, guesses = _counted(steps, plan)
+    return Traffic.of(counts, f"{path.name}: vLLM log", [*notes, *guesses])
 
 
 def _metrics(text: str, path: Path, plan: Plan) -> Traffic:
-    steps = StepCounts(plan)
-    runners = set[str]()
-    for _, row in METRICS.read(_metric_rows(text, path)):
-        cells = dict(row)
-        runners.add(cells.pop("runner"))
-        steps.add(**cells)
+    rows = list(METRICS.read(_metric_rows(text, path)))
+    runners = {row.runner for _, row in rows}
     if len(runners) > 1:
         raise TrafficError(
             f"{path} has batches of several runners: {', '.join(sorted(runners))}",
             remedy="Give a file with the lines of one of them.",
         )
-    return Traffic.of(steps.counts, f"{path.name}: metrics of a runner", steps.notes())
+    counts, guesses = _counted(rows, plan)
+    return Traffic.of(counts, f"{path.name}: metrics of a runner", guesses)
 
 
 def _metric_rows(text: str, path: Path) -> Iterator[RawRow]:

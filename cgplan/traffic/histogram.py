@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -41,24 +40,15 @@ class Percentiles(Record):
     p99: float
 
     @classmethod
-    def of(cls, nanoseconds: Iterable[list[int]]) -> Percentiles:
+    def of(cls, nanoseconds: Iterable[tuple[float, int]]) -> Percentiles:
         """Of times and how often each came: the least time that so many do not exceed."""
         times, counts = zip(*sorted(nanoseconds), strict=True)
-        return cls._of(times, list(accumulate(counts)))
-
-    @classmethod
-    def of_each(cls, nanoseconds: Sequence[float]) -> Percentiles:
-        """Of times that came once each."""
-        return cls._of(sorted(nanoseconds), range(1, len(nanoseconds) + 1))
-
-    @classmethod
-    def _of(cls, ordered: Sequence[float], ends: Sequence[int]) -> Percentiles:
-        total = ends[-1]
-        half = bisect_left(ends, 0.5 * total)
-        most = bisect_left(ends, 0.99 * total)
+        ends = list(accumulate(counts))
+        half = bisect_left(ends, 0.5 * ends[-1])
+        most = bisect_left(ends, 0.99 * ends[-1])
         return cls(
-            p50=ordered[half] / 1000,
-            p99=ordered[most] / 1000,
+            p50=times[half] / 1000,
+            p99=times[most] / 1000,
         )
 
 
@@ -171,7 +161,12 @@ class Traffic(Record):
                 f"not saved traffic: {first_problem(error)}",
                 remedy="Give a file that cgplan saved, as it was saved.",
             ) from None
-        return cls.of(read.histogram, read.source, read.notes, read.warnings)
+        return cls.of(
+            read.histogram,
+            read.source,
+            read.notes,
+            read.warnings,
+        )
 
     @cached_property
     def columns(self) -> npt.NDArray[np.float64]:
@@ -198,11 +193,19 @@ class Traffic(Record):
         warnings: dict[str, None] = {}
         for part, weight in parts:
             for shape, count in part.histogram:
-                counts.append((shape, count * weight * share / part.total))
+                scaled = count * weight * share / part.total
+                counts.append((shape, scaled))
             notes |= dict.fromkeys(part.notes)
             warnings |= dict.fromkeys(part.warnings)
         source = " and ".join(part.source for part, _ in parts)
-        return cls.of(counts, source, notes, warnings, apart=parts[0][0].apart)
+        first, _ = parts[0]
+        return cls.of(
+            counts,
+            source,
+            notes,
+            warnings,
+            apart=first.apart,
+        )
 
     def decode_p99(self) -> Traffic | None:
         """Steps of uniform decode of the least size that 99% of them do not exceed; None: there is
@@ -238,66 +241,6 @@ class Traffic(Record):
                 counts[shape] = weight / reqs / harmonic
         source = f"batches of 1 to {most} requests, evenly in log size"
         return Traffic.of(counts, source, apart=self.apart)
-
-
-class StepCounts:
-    """Counts of steps of which the tokens may be all that is known; the rest is guessed for a
-    plan's batches.
-    """
-
-    def __init__(self, plan: Plan) -> None:
-        self.counts: Counter[StepShape] = Counter()
-        self._query_len = plan.query_len
-        self._max_num_seqs = plan.max_num_seqs
-        self._without_reqs = False
-        self._without_loras = False
-        # steps of which ``uniform`` was guessed
-        self._steps = 0
-        self._tokens = 0
-        self._uniform = 0
-
-    def add(
-        self,
-        num_tokens: int,
-        count: int,
-        *,
-        num_reqs: int | None = None,
-        uniform: bool | None = None,
-        num_active_loras: int | None = None,
-    ) -> None:
-        """Count steps; fields that are None are guessed."""
-        q = self._query_len
-        most = self._max_num_seqs
-        if uniform is None:
-            if num_reqs:
-                uniform = num_tokens == q * num_reqs
-            else:
-                uniform = num_tokens % q == 0 and num_tokens <= q * most
-            self._steps += count
-            self._tokens += count * num_tokens
-            self._uniform += count * uniform
-        if num_reqs is None:
-            num_reqs = max(num_tokens // q, 1) if uniform else min(num_tokens, most)
-            self._without_reqs = True
-        if num_active_loras is None:
-            self._without_loras = True
-        self.counts[StepShape(num_tokens, num_reqs, uniform, num_active_loras or 0)] += count
-
-    def notes(self) -> Iterator[str]:
-        """A sentence for each field that was guessed."""
-        if self._steps:
-            yield (
-                f"uniform decode was guessed for {self._steps:,} steps with {self._tokens:,} "
-                "tokens: a batch counts as uniform if its tokens are a multiple of the query "
-                f"length, for at most max_num_seqs requests; {self._uniform:,} of these steps do"
-            )
-        if self._without_reqs:
-            yield (
-                "requests of a batch were guessed: tokens / query length of a uniform one, else "
-                "one for each token, at most max_num_seqs"
-            )
-        if self._without_loras:
-            yield "the source names no LoRA adapters: batches count as using none"
 
 
 class SizeCounts(NamedTuple):

@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from operator import attrgetter, sub
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cgplan.errors import TrafficError
@@ -141,7 +141,11 @@ class SchedulerBounds:
         )
 
 
-def simulate(trace: RequestTrace, bounds: SchedulerBounds, step_time: StepTime) -> Traffic:
+def simulate(
+    trace: RequestTrace,
+    bounds: SchedulerBounds,
+    step_time: StepTime,
+) -> Traffic:
     """Traffic of a server with these requests and bounds: how many steps of each shape it runs.
 
     The scheduler is that of vLLM's V1 engine in its default settings. Running requests come first,
@@ -235,19 +239,6 @@ def simulate(trace: RequestTrace, bounds: SchedulerBounds, step_time: StepTime) 
     )
 
 
-@dataclass
-class _Log:
-    """Requests in the order in which they come, and when, in nanoseconds, each came, began to wait,
-    had its first and its last token (``came`` until then).
-    """
-
-    requests: list[Request]
-    came: list[int]
-    since: list[int]
-    first: list[int]
-    last: list[int]
-
-
 class _Rank:
     """The scheduler of one rank. Its running requests are, in order of admission, those that
     decode, then at most one whose prefill is under way and took all tokens that were left.
@@ -259,11 +250,14 @@ class _Rank:
     def __init__(
         self,
         bounds: SchedulerBounds,
-        log: _Log,
+        requests: list[Request],
     ) -> None:
         self.bounds = bounds
-        self.log = log
-        self.requests = log.requests
+        self.requests = requests  # of all ranks, in the order in which they come
+        # nanoseconds at which each began to wait, and had its first and its last token
+        self.since: dict[int, int] = {}
+        self.first: dict[int, int] = {}
+        self.last: dict[int, int] = {}
         self.max_loras = NEVER if bounds.max_loras is None else bounds.max_loras
         self.kv_tokens = bounds.kv_tokens or NEVER
         self.tokens_a_step = bounds.accepted_tokens or bounds.query_len
@@ -325,9 +319,9 @@ class _Rank:
             wanted += request.context_tokens
             self.held += request.context_tokens
             self.running += 1
-            waited = now - self.log.since[index]
+            waited = now - self.since[index]
             self.longest_wait = max(self.longest_wait, waited)
-            is_first = self.log.first[index] == self.log.came[index]
+            is_first = index not in self.first
             self.last_admission = now if is_first else self.last_admission
             prompts.append(index)
         if not prompts:
@@ -366,13 +360,11 @@ class _Rank:
         """After equal steps requests are done, and others begin to decode, as far as the KV cache
         holds one step more.
         """
-        log = self.log
         requests = self.requests
         decoding = self.decoding
         done = []
         for index in self.ending:
-            is_first = log.first[index] == log.came[index]
-            log.first[index] = now if is_first else log.first[index]
+            self.first.setdefault(index, now)
             if requests[index].generated_tokens > 1:
                 self.standby.append(index)
             else:
@@ -389,7 +381,7 @@ class _Rank:
             self.running -= len(done)
             for index in done:
                 request = requests[index]
-                log.last[index] = now
+                self.last[index] = now
                 self.held -= request.context_tokens
                 if index in self.began:
                     self.held += self.tokens_a_step * self.began.pop(index)
@@ -444,7 +436,7 @@ class _Rank:
             generated_tokens=request.generated_tokens - made,
         )
         self.held += made
-        self.log.since[index] = now
+        self.since[index] = now
         insort(self.waiting, index)
         self.preempted += 1
         return index
@@ -459,27 +451,19 @@ class _Engine:
         came = [round(request.arrival_us * 1000) for request in requests]
         order = sorted(range(len(came)), key=came.__getitem__)
         ordered = [requests[index] for index in order]
-        times = sorted(came)
-        self.times = times
-        self.log = _Log(
-            ordered,
-            times,
-            since=times.copy(),
-            first=times.copy(),
-            last=times.copy(),
-        )
+        self.times = sorted(came)
         self.wanted = [max(request.generated_tokens, 1) for request in ordered]
         self.came = 0  # requests
         self.bounds = bounds
         self.ranks = []
         for _ in range(bounds.ranks):
-            rank = _Rank(bounds, self.log)
+            rank = _Rank(bounds, ordered)
             self.ranks.append(rank)
         self.now = self.last_empty = self.times[0]
         self.busy = 0
         self.came_before = 0  # by last_empty
         self.length = 0  # of the queue at the last arrival
-        self.steps: dict[_Shape, list[int]] = {}  # nanoseconds of each, and how many ran
+        self.steps: dict[_Shape, tuple[int, int]] = {}  # nanoseconds of each, and how many ran
 
     def run(self, step_time: StepTime) -> None:
         """Run all requests. A turn of the loop is a step and the equal ones after it."""
@@ -487,8 +471,7 @@ class _Engine:
         times = [*self.times, NEVER]
         ranks = self.ranks
         last_step = self.now
-        number = len(self.times)
-        while self.came < number or any(map(LOAD, ranks)):
+        while times[self.came] < NEVER or any(map(LOAD, ranks)):
             first = self.came
             if times[first] <= self.now:
                 if not any(map(WAITING, ranks)):
@@ -500,6 +483,7 @@ class _Engine:
                     rank = min(ranks, key=LOAD)
                     ranks.append(ranks.pop(0))
                     rank.waiting.append(index)
+                    rank.since[index] = times[index]
                     rank.load += 1
                 queues = map(WAITING, ranks)
                 self.length = sum(map(len, queues))
@@ -523,16 +507,14 @@ class _Engine:
                 self.now = times[self.came]
                 continue
             shape = tokens, requests, uniform, adapters
-            ran = self.steps.get(shape)
-            if ran is None:
+            length, count = self.steps.get(shape, (0, 0))
+            if not count:
                 time = step_time(StepShape(*shape))
-                ran = [max(1, round(time * 1000)), 0]
-                self.steps[shape] = ran
-            length, _ = ran
+                length = max(1, round(time * 1000))
             until = times[self.came] - self.now if is_open else NEVER
             # the first step that begins at or after the next arrival is another one
             repeats = min(repeats, -(-until // length))
-            ran[1] += repeats
+            self.steps[shape] = length, count + repeats
             self.busy += repeats * length
             self.now += repeats * length
             for rank in ranks:
@@ -567,17 +549,22 @@ class _Engine:
     def service(self, lasted: int) -> Service:
         """What requests and steps took, of the whole run of ``lasted`` nanoseconds."""
         decodes = [ran for shape, ran in self.steps.items() if shape[2]]
-        log = self.log
-        ttft = Percentiles.of_each(list(map(sub, log.first, log.came)))
-        tpot: list[float] = []
-        for wanted, first, last in zip(self.wanted, log.first, log.last, strict=True):
-            if wanted > 1:
-                tpot.append((last - first) / (wanted - 1))
+        ttft = []
+        tpot = []
+        for rank in self.ranks:
+            for index, last in rank.last.items():
+                first = rank.first[index]
+                waited = first - self.times[index]
+                ttft.append((waited, 1))
+                more = self.wanted[index] - 1
+                if more:
+                    each = (last - first) / more
+                    tpot.append((each, 1))
         return Service(
             step_us=Percentiles.of(self.steps.values()),
             decode_us=Percentiles.of(decodes) if decodes else None,
-            ttft_us=ttft,
-            tpot_us=Percentiles.of_each(tpot) if tpot else None,
+            ttft_us=Percentiles.of(ttft),
+            tpot_us=Percentiles.of(tpot) if tpot else None,
             tokens_per_s=sum(self.wanted) / lasted * 1e9,
             preempted=sum(rank.preempted for rank in self.ranks),
         )
