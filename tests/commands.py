@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 from cgplan import errors
 from cgplan.cli.main import app
 from cgplan.planning import Plan
-from cgplan.planning.costs import Predicted
+from cgplan.planning.plan import Predicted
 
 MODELS = """
 import pathlib

@@ -14,8 +14,8 @@ from cgplan.optimizer import boxes
 from cgplan.optimizer.evidence import Evidence
 from cgplan.optimizer.propose import PlanInputs, plan_graphs
 from cgplan.planning import Plan, build_plan
-from cgplan.planning.costs import GraphCosts
 from cgplan.planning.plan import Lane, capture_order
+from cgplan.pricing.costs import GraphCosts
 
 PIECEWISE, FULL = CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
 

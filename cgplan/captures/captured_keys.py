@@ -39,8 +39,7 @@ from cgplan.errors import (
 from cgplan.modes import BatchDescriptor, CUDAGraphMode, Key
 from cgplan.optimizer.subset import restricted, spread
 from cgplan.planning import MissReason, Plan
-from cgplan.planning.costs import KeyCost
-from cgplan.planning.plan import capture_order
+from cgplan.planning.plan import KeyCost, capture_order
 from cgplan.pricing.estimated import NODE_BYTES
 from cgplan.reports.records import (
     AuditReport,

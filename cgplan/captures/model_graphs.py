@@ -33,7 +33,7 @@ from cgplan.piecewise.breaks import any_breaks
 from cgplan.piecewise.routes import SplitRoute, choose_route
 from cgplan.piecewise.split import refuse_missing_ops
 from cgplan.planning import Plan
-from cgplan.planning.costs import widest
+from cgplan.pricing.costs import widest
 from cgplan.reports.records import StateRecord
 
 REBUILD_AND_WARM_UP = "Build the model again, and set compilation.cudagraph_num_of_warmups: 1."

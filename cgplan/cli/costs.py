@@ -14,10 +14,10 @@ from cgplan.errors import CaptureMemoryError, CgplanError, ModelError, ReportErr
 from cgplan.modes import Key
 from cgplan.optimizer.subset import within_count
 from cgplan.planning import Plan, build_plan
-from cgplan.planning.costs import GraphCosts
 from cgplan.planning.difference import mismatches, named
 from cgplan.planning.plan import Machine
 from cgplan.planning.vllm_log import StartLog
+from cgplan.pricing.costs import GraphCosts
 from cgplan.reports import CaptureReport, Environment
 from cgplan.reports.records import parse_report, uncapturable
 
@@ -44,12 +44,10 @@ def costs_of(loaded: LoadedConfig, given: str | None) -> Priced:
     if given in ("estimate", "measure"):
         with prints_aside():
             return Priced(_estimated(loaded)) if given == "estimate" else _measured(loaded)
-    from cgplan.pricing.measured import MeasuredCosts
-
     text = read_text(given, ReportError, _REMEDY)
     log = StartLog.parse(text)
     if log:
-        costs = MeasuredCosts.from_vllm_log(log, loaded.config, given)
+        costs = GraphCosts.from_vllm_log(log, loaded.config, given)
         return Priced(costs, kv_token_bytes=log.kv_token_bytes)
     if not text.lstrip().startswith("{"):
         raise ReportError(
@@ -64,7 +62,7 @@ def costs_of(loaded: LoadedConfig, given: str | None) -> Priced:
     environment = report.environment
     machine = None if environment.driver is None else environment.as_machine
     notes = tuple(about(f"the costs of {given}", report.plan, environment, loaded.config))
-    costs = MeasuredCosts.from_report(report, loaded.config, notes)
+    costs = GraphCosts.from_report(report, loaded.config, notes)
     _check_modes(report, given, loaded.config)
     return Priced(costs, machine, uncapturable(report.failed))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import typer
 from pydantic import BaseModel
@@ -19,6 +19,9 @@ from cgplan.config.template import inline_yaml
 from cgplan.errors import PlanError, PlanMismatchError, ReportError
 from cgplan.optimizer.subset import within_count
 from cgplan.planning import Plan, build_plan
+from cgplan.planning.engines import VllmConfig, describe_batches, emit, with_emission
+from cgplan.planning.vllm_log import StartLog
+from cgplan.pricing.costs import GraphCosts, case_costs
 from cgplan.reports import load_plan, render
 from cgplan.reports.layout import (
     Facts,
@@ -30,10 +33,6 @@ from cgplan.reports.layout import (
 )
 from cgplan.reports.plan_tables import case_table, lane_table, predicted_by
 from cgplan.units import format_bytes
-
-if TYPE_CHECKING:
-    from cgplan.planning.costs import GraphCosts
-    from cgplan.planning.engines import VllmConfig
 
 _LOG = "Give the log of a start of vLLM with CUDA graphs, at its usual level INFO."
 
@@ -57,8 +56,6 @@ def inspect_config(request: InspectRequest, vllm: VllmConfig | None) -> None:
         plan = priced.plan_of(plan)
     path = Path("vLLM") if vllm else request.path
     if vllm:
-        from cgplan.planning.engines import with_emission
-
         plan = with_emission(plan, "vllm")
         notes += vllm.notes
     if costs and request.as_json:
@@ -70,8 +67,6 @@ def inspect_config(request: InspectRequest, vllm: VllmConfig | None) -> None:
         return
     parts = [render(plan), lane_table(plan)]
     if plan.max_loras is not None and plan.keys:
-        from cgplan.pricing.measured import case_costs
-
         parts.append(case_table(case_costs(plan, costs), plan.max_loras))
     if request.split:
         parts.append(_split_of(loaded))
@@ -120,10 +115,6 @@ def check_vllm(
     PlanMismatchError for a start of other graphs than the saved plan's, BudgetError where no KV
     cache fits.
     """
-    from cgplan.planning.engines import describe_batches, emit
-    from cgplan.planning.vllm_log import StartLog
-    from cgplan.pricing.measured import MeasuredCosts
-
     if read:
         plan = build_plan(read.loaded.config)
     else:
@@ -151,7 +142,7 @@ def check_vllm(
         predicted = plan.predicted
         if others and read:
             said = [*others, *said]
-            costs = MeasuredCosts.from_vllm_log(log, read.loaded.config, str(file))
+            costs = GraphCosts.from_vllm_log(log, read.loaded.config, str(file))
             predicted = costs.of(plan.keys)
         if predicted:
             if others:

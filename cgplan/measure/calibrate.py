@@ -25,9 +25,8 @@ from cgplan.graphs.wrapper import CUDAGraphEntry
 from cgplan.modes import CUDAGraphMode, Key
 from cgplan.optimizer.subset import restricted
 from cgplan.planning import Plan
-from cgplan.planning.costs import representative_keys
+from cgplan.pricing.costs import GraphCosts, MeasuredKey, representative_keys
 from cgplan.pricing.estimated import NODE_BYTES
-from cgplan.pricing.measured import MeasuredCosts, MeasuredKey
 from cgplan.reports import GraphRecord
 
 FEWEST_CHUNKS = 4
@@ -37,7 +36,7 @@ MOST_CAPTURES = 48
 
 def calibrate(
     config: Config, model: Callable[..., Any], backend: GraphBackend, plan: Plan
-) -> MeasuredCosts:
+) -> GraphCosts:
     """Capture representative keys of a plan, and free them. Raises as CaptureSession.run.
 
     Each key is captured twice: first captures also trace and load kernels.
@@ -90,7 +89,7 @@ def calibrate(
                 record.seconds,
             )
         )
-    return MeasuredCosts(
+    return GraphCosts(
         measured,
         {mode: list(sizes.items()) for mode, sizes in pools.items()},
         config,

@@ -44,10 +44,9 @@ from cgplan.modes import CUDAGraphMode, Key
 from cgplan.piecewise.breakable import standing_in
 from cgplan.piecewise.routes import SplitRoute, choose_route
 from cgplan.planning import Plan
-from cgplan.planning.costs import representative_keys
 from cgplan.pricing.allocator import Allocation
+from cgplan.pricing.costs import GraphCosts, representative_keys
 from cgplan.pricing.estimated import Recording, estimated_costs
-from cgplan.pricing.measured import MeasuredCosts
 
 _NEEDS_VALUES = (
     fake_tensor.DataDependentOutputException,
@@ -61,7 +60,7 @@ def estimate(
     config: Config,
     model: Function,
     plan: Plan,
-) -> MeasuredCosts:
+) -> GraphCosts:
     """Costs from representative keys on fake tensors, without temporaries of compiled operators.
 
     Args:

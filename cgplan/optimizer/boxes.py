@@ -48,15 +48,16 @@ from cgplan.planning.build import (
     resolve_mode,
     sizes_of,
 )
-from cgplan.planning.costs import GraphCosts, Predicted
 from cgplan.planning.plan import (
     PLANNED_FOR,
     Plan,
+    Predicted,
     capture_config,
     capture_order,
     config_hash,
     lanes_of,
 )
+from cgplan.pricing.costs import GraphCosts
 from cgplan.traffic.histogram import SizeCounts
 from cgplan.traffic.step_times import StepSurface
 from cgplan.units import counted, format_bytes

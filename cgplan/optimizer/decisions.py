@@ -26,8 +26,8 @@ from cgplan.optimizer.propose import (
     with_sizes,
 )
 from cgplan.planning import Plan, build_plan
-from cgplan.planning.costs import GraphCosts
 from cgplan.planning.plan import budget_of
+from cgplan.pricing.costs import GraphCosts
 from cgplan.traffic.histogram import Goal, Service, Traffic
 from cgplan.traffic.simulation import (
     RequestTrace,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from cgplan.config.values import Record
-from cgplan.planning.costs import GraphCosts
 from cgplan.planning.plan import LaneRecord, LeftOut
+from cgplan.pricing.costs import GraphCosts
 from cgplan.traffic.histogram import Goal, Service
 from cgplan.units import counted
 

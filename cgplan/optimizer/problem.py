@@ -43,11 +43,11 @@ from cgplan.optimizer.paths import (
     best_paths,
     min_plus,
 )
-from cgplan.planning.costs import GraphCosts
 from cgplan.planning.plan import (
     Lane,
     Plan,
 )
+from cgplan.pricing.costs import GraphCosts
 from cgplan.traffic.histogram import StepShape, Traffic
 from cgplan.traffic.step_times import StepTimes
 from cgplan.units import grouped

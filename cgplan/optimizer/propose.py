@@ -63,7 +63,6 @@ from cgplan.optimizer.search import (
     best_plan,
 )
 from cgplan.planning.build import LADDERS, build_plan
-from cgplan.planning.costs import GraphCosts
 from cgplan.planning.plan import (
     PLANNED_FOR,
     Lane,
@@ -75,6 +74,7 @@ from cgplan.planning.plan import (
     config_hash,
     lanes_of,
 )
+from cgplan.pricing.costs import GraphCosts
 from cgplan.traffic.histogram import Traffic
 from cgplan.traffic.step_times import StepTimes
 from cgplan.units import (

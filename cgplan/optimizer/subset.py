@@ -18,9 +18,9 @@ from operator import attrgetter
 
 from cgplan.config import Config
 from cgplan.modes import Key
-from cgplan.planning.costs import KeyCost, static_bytes, widest
-from cgplan.planning.plan import Lane, Plan
+from cgplan.planning.plan import KeyCost, Lane, Plan
 from cgplan.pricing.allocator import unit_of
+from cgplan.pricing.costs import static_bytes, widest
 from cgplan.units import grouped
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from enum import StrEnum
 from itertools import product
-from operator import ge, getitem
+from operator import ge, getitem, itemgetter
 from typing import Any
 
 from cgplan.errors import InputError
@@ -83,64 +83,14 @@ class _Row(dict[int | Box, Answer]):
                 remedy="Pass `sizes`: one number for each name of `dims` after the first.",
             )
         rows, *others = box
-        answer: Answer = CUDAGraphMode.NONE, BatchDescriptor(rows, sizes=tuple(others))
+        eager = BatchDescriptor(rows, sizes=tuple(others))
+        answer: Answer = CUDAGraphMode.NONE, eager
         corner = tuple(map(bisect_left, self._axes, box))
         rank = self._corners.get(corner, len(self._keys))
         if min(box) > 0 and rank < len(self._keys):
             answer = self._keys[rank]
         self[asked] = answer
         return answer
-
-
-class _RunnerV2:
-    """Answers of vLLM's model runner V2: of the first lane whose smallest graph that has the tokens
-    takes the batch.
-    """
-
-    def __init__(
-        self,
-        cases: Iterable[int],
-        lanes: Mapping[Lane, Sequence[Key]],
-    ) -> None:
-        self._cases = sorted(cases)
-        by_case = []
-        for lane, keys in lanes.items():
-            sizes = [key.num_tokens for _, key in keys]
-            by_case.append((lane.num_active_loras, (sizes, keys)))
-        self._lanes = grouped(by_case)
-
-    def answer(
-        self,
-        num_tokens: int,
-        num_reqs: int | None,
-        uniform_query_len: int | None,
-        max_query_len: int | None,
-        num_active_loras: int,
-        modes: Collection[CUDAGraphMode],
-    ) -> Answer:
-        at = bisect_left(self._cases, num_active_loras)
-        case = self._cases[min(at, len(self._cases) - 1)]
-        for sizes, keys in self._lanes.get(case, ()):
-            at = bisect_left(sizes, num_tokens)
-            if at == len(sizes) or num_tokens <= 0:
-                continue
-            mode, key = keys[at]
-            if mode not in modes:
-                continue
-            fits = not key.uniform or key.uniform_query_len == uniform_query_len
-            if key.max_query_len is not None:
-                fits = max_query_len is not None and max_query_len <= key.max_query_len
-            if key.num_reqs is not None and num_reqs is not None:
-                fits = fits and num_reqs <= key.num_reqs
-            if fits:
-                return mode, key
-        return CUDAGraphMode.NONE, BatchDescriptor(
-            num_tokens,
-            num_reqs,
-            False,
-            case > 0,
-            case,
-        )
 
 
 class CudagraphDispatcher:
@@ -153,9 +103,7 @@ class CudagraphDispatcher:
         self.plan = plan
         ordered = sorted(plan.keys, key=_preference)
         self._lanes = grouped((Lane.of(*key), key) for key in ordered)
-        self._v2 = None
-        if plan.key_rules == "vllm_v2":
-            self._v2 = _RunnerV2(plan.lora_cases, self._lanes)
+        self._is_v2 = plan.key_rules == "vllm_v2"
         most = max(plan.lora_cases, default=0)
         self._cases = range(most + 1)
         self._by_lanes: dict[tuple[Lane, ...], _Row] = {}
@@ -164,7 +112,9 @@ class CudagraphDispatcher:
         # rows[uniform][active adapters][num_tokens], for callers that exclude no mode
         self._rows: list[dict[int, _Row]] = []
         for uniform in (False, True):
-            rows = {active: self._row(uniform, active, _GRAPHS) for active in self._cases}
+            rows = {}
+            for active in self._cases:
+                rows[active] = self._row(uniform, active, _GRAPHS)
             self._rows.append(rows)
 
     def dispatch(
@@ -195,15 +145,23 @@ class CudagraphDispatcher:
             uniform_query_len: Tokens of each request, where all have as many.
             max_query_len: Of each request at most, in a batch without prefill.
         """
-        if self._v2 is not None:
+        if self._is_v2:
             if uniform_decode:
                 uniform_query_len = max_query_len = self.plan.query_len
-            return self._v2.answer(
+            cases = self.plan.lora_cases
+            at = bisect_left(cases, num_active_loras)
+            last = len(cases) - 1
+            case = cases[min(at, last)]
+            batch = BatchDescriptor(
                 num_tokens,
                 num_reqs,
+                has_lora=case > 0,
+                num_active_loras=case,
+                max_query_len=max_query_len,
+            )
+            return self._answer_of_v2(
+                batch,
                 uniform_query_len,
-                max_query_len,
-                num_active_loras,
                 _allowed(valid_modes, invalid_modes),
             )
         asked = (num_tokens, *sizes) if sizes else num_tokens
@@ -215,7 +173,34 @@ class CudagraphDispatcher:
         if num_active_loras not in self._cases:
             return self._eager[asked]
         allowed = _allowed(valid_modes, invalid_modes)
-        return self._row(uniform_decode, num_active_loras, allowed)[asked]
+        row = self._row(uniform_decode, num_active_loras, allowed)
+        return row[asked]
+
+    def _answer_of_v2(
+        self,
+        batch: BatchDescriptor,
+        uniform_query_len: int | None,
+        modes: Collection[CUDAGraphMode],
+    ) -> Answer:
+        """Of vLLM's model runner V2: of the first lane whose smallest graph that has the tokens
+        takes the batch.
+        """
+        for lane, keys in self._lanes.items():
+            at = bisect_left(keys, batch[:1], key=itemgetter(1))
+            is_for = lane.num_active_loras == batch.num_active_loras
+            is_for &= lane.mode in modes
+            if not is_for or at == len(keys) or batch.num_tokens <= 0:
+                continue
+            mode, key = keys[at]
+            fits = not key.uniform or key.uniform_query_len == uniform_query_len
+            if key.max_query_len is not None:
+                asked = batch.max_query_len
+                fits = asked is not None and asked <= key.max_query_len
+            if key.num_reqs is not None and batch.num_reqs is not None:
+                fits = fits and batch.num_reqs <= key.num_reqs
+            if fits:
+                return mode, key
+        return CUDAGraphMode.NONE, batch._replace(max_query_len=None)
 
     def explain(
         self,
@@ -240,16 +225,10 @@ class CudagraphDispatcher:
             return MissReason.NOTHING_CAPTURED
         if num_active_loras not in self._cases:
             return MissReason.NO_LORA_CASE
-        held = [
-            all(
-                map(
-                    ge,
-                    descriptor.sizes,
-                    sizes,
-                )
-            )
-            for _, descriptor in self.plan.keys
-        ]
+        held = []
+        for _, descriptor in self.plan.keys:
+            fits = map(ge, descriptor.sizes, sizes)
+            held.append(all(fits))
         if num_tokens > self.plan.max_capture_size or not any(held):
             return MissReason.TOO_LARGE
         mode, _ = self.dispatch(*asked, sizes=sizes)

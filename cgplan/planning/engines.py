@@ -325,11 +325,13 @@ _DECIDED = (
 def read_sglang(text: str) -> Parallelism:
     """Of SGLang's options, as on its command line. Raises ConfigError for a wrong value."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--tp-size", "--tensor-parallel-size", "--tp", type=int, default=1)
-    parser.add_argument("--dp-size", "--data-parallel-size", "--dp", type=int, default=1)
-    for kind, name in (("dp", "data"), ("cp", "context")):
-        names = (f"--attn-{kind}-size", f"--attention-{name}-parallel-size")
-        parser.add_argument(*names, type=int, default=1)
+    for names in (
+        "--tp-size --tensor-parallel-size --tp",
+        "--dp-size --data-parallel-size --dp",
+        "--attn-dp-size --attention-data-parallel-size",
+        "--attn-cp-size --attention-context-parallel-size",
+    ):
+        parser.add_argument(*names.split(), type=int, default=1)
     parser.add_argument("--moe-dense-tp-size", type=int)
     parser.add_argument("--moe-a2a-backend", default="none")
     for name in ("dp-attention", "two-batch-overlap"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -15,7 +16,6 @@ from cgplan.config.values import Mode as Mode
 from cgplan.config.values import Record
 from cgplan.errors import ConfigError, ReportError
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
-from cgplan.planning.costs import Predicted
 from cgplan.units import counted, grouped
 
 PLAN_SCHEMA_VERSION = 2
@@ -196,6 +196,58 @@ class Emission(Record):
         is_yaml = "\n" in self.bounds
         options = ("\n" if is_yaml else " ").join((self.options, self.bounds))
         return "\n".join((*self.environment, options))
+
+
+@dataclass(frozen=True)
+class KeyCost:
+    """The cost that one key adds when it is captured after those before it.
+
+    Attributes:
+        pool_bytes: Growth of the graph pool.
+        driver_bytes: The driver's memory for its nodes, 0 on the tape.
+        seconds: Of warm-ups and the capture.
+    """
+
+    pool_bytes: int
+    driver_bytes: int
+    seconds: float
+
+
+class Predicted(Record):
+    """The predicted cost of capturing a list of keys.
+
+    Attributes:
+        keys: In capture order.
+        static_bytes: Of the static buffers, which all keys share.
+        workspace_bytes: What the first graph takes once: library workspaces and more.
+        estimated: Whether no figure was measured on the device.
+        notes: Why the configuration that is planned for may have other figures.
+        extrapolated: Whether a graph is larger than those measured.
+    """
+
+    keys: tuple[KeyCost, ...]
+    static_bytes: int
+    workspace_bytes: int
+    source: str
+    estimated: bool
+    notes: tuple[str, ...] = ()
+    extrapolated: bool = False
+
+    @property
+    def pool_bytes(self) -> int:
+        return sum(cost.pool_bytes for cost in self.keys)
+
+    @property
+    def driver_bytes(self) -> int:
+        return sum(cost.driver_bytes for cost in self.keys)
+
+    @property
+    def total_bytes(self) -> int:
+        return self.static_bytes + self.workspace_bytes + self.pool_bytes + self.driver_bytes
+
+    @property
+    def seconds(self) -> float:
+        return sum(cost.seconds for cost in self.keys)
 
 
 class Plan(Record):

@@ -13,7 +13,7 @@ from operator import attrgetter
 from cgplan.config import Config
 from cgplan.modes import CUDAGraphMode
 from cgplan.pricing.allocator import Allocation, CachingPool
-from cgplan.pricing.measured import MeasuredCosts, MeasuredKey
+from cgplan.pricing.costs import GraphCosts, MeasuredKey
 from cgplan.units import grouped
 
 # One H200, driver 580, torch 2.11: driver memory of a node, and seconds of a decoder layer for each
@@ -69,7 +69,7 @@ def estimated_costs(
     recordings: Sequence[Recording],
     config: Config,
     note: str = "",
-) -> MeasuredCosts:
+) -> GraphCosts:
     """Costs without a GPU: pool bytes from recorded allocations, the rest from one H200."""
     asked = config.compilation.cudagraph_num_of_warmups
     warmups = 0 if asked == "auto" else asked  # of most keys
@@ -94,7 +94,7 @@ def estimated_costs(
         for size in _grid(recorded, config.scheduler.max_num_batched_tokens):
             points.append((size, max(_reserved(lane, size) for lane in lanes)))
         pools[mode] = points
-    costs = MeasuredCosts(
+    costs = GraphCosts(
         keys,
         pools,
         config,

@@ -17,8 +17,7 @@ from cgplan.config.values import TAPE
 from cgplan.modes import Key
 from cgplan.optimizer.evidence import Evidence, PaddingMap, ParetoPoint, SizeUse
 from cgplan.planning import Plan
-from cgplan.planning.costs import Predicted
-from cgplan.planning.plan import Emission, Lane
+from cgplan.planning.plan import Emission, Lane, Predicted
 from cgplan.reports.layout import (
     Bytes,
     Column,

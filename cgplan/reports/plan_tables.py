@@ -24,9 +24,8 @@ from cgplan.optimizer.evidence import (
     limit_words,
 )
 from cgplan.planning import Plan
-from cgplan.planning.costs import Predicted
 from cgplan.planning.difference import FieldChange, Figure, PlanDifference, compare
-from cgplan.planning.plan import PLANNED_FOR, Lane
+from cgplan.planning.plan import PLANNED_FOR, Lane, Predicted
 from cgplan.reports.layout import (
     Bytes,
     Column,
@@ -57,7 +56,7 @@ from cgplan.units import (
 )
 
 if TYPE_CHECKING:
-    from cgplan.pricing.measured import CaseCost
+    from cgplan.pricing.costs import CaseCost
 
 MOST_PADDING_ROWS = 12
 MOST_POINTS = 12

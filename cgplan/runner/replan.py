@@ -18,10 +18,9 @@ from cgplan.errors import CaptureMemoryError, CgplanError, TrafficError
 from cgplan.modes import CUDAGraphMode, Key
 from cgplan.optimizer.propose import PlanInputs, plan_graphs
 from cgplan.planning import Plan
-from cgplan.planning.costs import GraphCosts, representative_keys
 from cgplan.planning.difference import compare
 from cgplan.planning.plan import capture_config, config_hash
-from cgplan.pricing.measured import MeasuredCosts
+from cgplan.pricing.costs import GraphCosts, representative_keys
 from cgplan.reports.records import ReplanReport, Way, uncapturable
 from cgplan.runner.stats import Mark, RunnerStats
 from cgplan.traffic.histogram import Traffic
@@ -175,7 +174,7 @@ def _costs(
     captured: CapturedKeys,
 ) -> GraphCosts:
     report = captured.report.changed(records=tuple(captured.history))
-    return MeasuredCosts.from_report(report, captured.graphs.config)
+    return GraphCosts.from_report(report, captured.graphs.config)
 
 
 def _proposal(

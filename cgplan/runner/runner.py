@@ -29,8 +29,8 @@ from cgplan.errors import CgplanError, DispatchMissError, InputError
 from cgplan.graphs.pools import PoolUse
 from cgplan.modes import BatchDescriptor, CUDAGraphMode, Key
 from cgplan.planning import Plan
-from cgplan.planning.costs import GraphCosts
 from cgplan.planning.dispatcher import Modes, set_of_modes
+from cgplan.pricing.costs import GraphCosts
 from cgplan.reports.layout import describe_sizes
 from cgplan.reports.records import AuditReport, CaptureReport, ReplanReport, VerifyRecord
 from cgplan.runner.launcher import Launcher

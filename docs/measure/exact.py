@@ -23,7 +23,7 @@ from cgplan.optimizer.cover import Purse, best_columns
 from cgplan.optimizer.evidence import Evidence
 from cgplan.optimizer.propose import PlanInputs, plan_graphs
 from cgplan.planning import CudagraphDispatcher, build_plan
-from cgplan.planning.costs import GraphCosts
+from cgplan.pricing.costs import GraphCosts
 from cgplan.traffic.histogram import SizeCounts, StepShape, Traffic
 from cgplan.traffic.step_times import StepTimes
 

@@ -25,8 +25,8 @@ from cgplan.measure.calibrate import calibrate
 from cgplan.measure.estimate import estimate
 from cgplan.models.loading import load_model
 from cgplan.planning import build_plan
-from cgplan.planning.costs import representative_keys
 from cgplan.pricing.allocator import Allocation, CachingPool
+from cgplan.pricing.costs import representative_keys
 from cgplan.runner.session import CaptureSession
 
 MIB = 1 << 20

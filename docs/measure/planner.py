@@ -20,7 +20,7 @@ from cgplan.modes import CUDAGraphMode
 from cgplan.optimizer.evidence import Evidence
 from cgplan.optimizer.propose import PlanInputs, plan_graphs
 from cgplan.planning import LADDERS, build_plan
-from cgplan.pricing.measured import MeasuredCosts, MeasuredKey
+from cgplan.pricing.costs import GraphCosts, MeasuredKey
 from cgplan.reports import load_report
 from cgplan.traffic.files import read_traffic, synthetic_requests
 from cgplan.traffic.histogram import StepShape, Traffic
@@ -59,7 +59,7 @@ def extreme():
         budget = {"memory": int(share * 744) * mib}
         scheduler = {"max_num_seqs": most, "max_num_batched_tokens": most}
         config = validate_config({**MODE, "scheduler": scheduler, "budget": budget})
-        costs = MeasuredCosts(keys, pools, config, source="made up", workspace_bytes=32 * mib)
+        costs = GraphCosts(keys, pools, config, source="made up", workspace_bytes=32 * mib)
         start, cpu = time.perf_counter(), time.process_time()
         plan = plan_graphs(PlanInputs(config, Traffic.of(seen, "made up"), times, costs)).explained()
         evidence = Evidence.model_validate(plan.evidence)
@@ -107,7 +107,7 @@ def main():
     for name, speed, section in cases:
         for seqs in (64, 256, 512):
             config = config_of(seqs, section)
-            costs = MeasuredCosts.from_report(report, config) if report else None
+            costs = GraphCosts.from_report(report, config) if report else None
             start = time.perf_counter()
             plan = build_plan(config)
             trace = synthetic_requests(config.traffic, plan) if section else read_traffic(TRACE, plan, speedup=speed)

@@ -30,7 +30,7 @@ from cgplan.graphs.pools import GraphPool
 from cgplan.modes import CUDAGraphMode
 from cgplan.optimizer.subset import restricted
 from cgplan.planning import MissReason, Plan, build_plan
-from cgplan.planning.costs import KeyCost, Predicted
+from cgplan.planning.plan import KeyCost, Predicted
 from cgplan.reports import CaptureReport
 from cgplan.reports.records import BudgetRecord
 from cgplan.runner.runner import GraphRunner

@@ -19,8 +19,8 @@ from cgplan.backends.tape import TapeBackend
 from cgplan.errors import CaptureError
 from cgplan.measure.calibrate import bytes_per_node, calibrate
 from cgplan.planning import Plan, build_plan
+from cgplan.pricing.costs import GraphCosts
 from cgplan.pricing.estimated import NODE_BYTES
-from cgplan.pricing.measured import MeasuredCosts
 from cgplan.runner.session import CaptureSession
 
 pytestmark = pytest.mark.usefixtures("quiet_collector")
@@ -71,7 +71,7 @@ def test_chunks_of_several_sizes_give_the_average() -> None:
 # --- calibration ----------------------------------------------------------------------------------------------
 
 
-def predicted_plan(plan: Plan, costs: MeasuredCosts) -> Plan:
+def predicted_plan(plan: Plan, costs: GraphCosts) -> Plan:
     return plan.model_copy(update={"predicted": costs.of(plan.keys)})
 
 
@@ -109,7 +109,7 @@ def test_plans_of_other_sizes_on_the_tape_cost_what_measured_ones_tell(
     )
     plan = build_plan(whole)
     if by == "report":
-        costs = MeasuredCosts.from_report(
+        costs = GraphCosts.from_report(
             CaptureSession(plan, model, device, whole).run().report, whole
         )
     else:
@@ -210,7 +210,7 @@ def test_a_report_predicts_what_a_calibration_does() -> None:
     plan = build_plan(config)
     report = CaptureSession(plan, model, device, config).run().report
     saved, live = (
-        MeasuredCosts.from_report(report, config),
+        GraphCosts.from_report(report, config),
         calibrate(config, model, WithDriver(1500, 1), plan),
     )
     assert saved.of(plan.keys).total_bytes == report.graph_bytes == live.of(plan.keys).total_bytes

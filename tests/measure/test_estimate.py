@@ -30,16 +30,15 @@ from cgplan.modes import BatchDescriptor, CUDAGraphMode
 from cgplan.piecewise.breaks import eager_break_during_capture
 from cgplan.piecewise.routes import SplitRoute
 from cgplan.planning import build_plan
-from cgplan.planning.costs import static_bytes
 from cgplan.pricing.allocator import Allocation, CachingPool
+from cgplan.pricing.costs import GraphCosts, static_bytes
 from cgplan.pricing.estimated import NODE_BYTES, Recording
-from cgplan.pricing.measured import MeasuredCosts
 from cgplan.runner.session import CaptureSession
 
 pytestmark = pytest.mark.usefixtures("quiet_collector")
 
 
-def estimated(model: Callable[..., Any], config: Config) -> MeasuredCosts:
+def estimated(model: Callable[..., Any], config: Config) -> GraphCosts:
     return estimate(config, model, build_plan(config))
 
 

@@ -24,9 +24,9 @@ from cgplan.optimizer.evidence import Evidence, LadderPoint
 from cgplan.optimizer.lanes import EAGER, Run
 from cgplan.optimizer.lint import lint
 from cgplan.planning import LADDERS, CudagraphDispatcher, Plan, build_plan, config_hash
-from cgplan.planning.costs import GraphCosts
 from cgplan.planning.difference import PlanDifference, compare
 from cgplan.planning.plan import Lane
+from cgplan.pricing.costs import GraphCosts
 from cgplan.reports import render_text
 from cgplan.reports.layout import plain_text
 from cgplan.reports.plan_tables import render_difference

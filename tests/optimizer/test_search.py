@@ -24,8 +24,8 @@ from cgplan.optimizer.paths import best_paths
 from cgplan.optimizer.problem import Chosen, Problem, problem_of
 from cgplan.optimizer.search import Limits, Search, best_plan
 from cgplan.planning import Plan, build_plan
-from cgplan.planning.costs import GraphCosts
 from cgplan.planning.plan import Lane, lanes_of
+from cgplan.pricing.costs import GraphCosts
 from cgplan.traffic.histogram import StepShape, Traffic
 from cgplan.traffic.step_times import StepTimes
 

@@ -10,7 +10,6 @@ from plans import FULL, PIECEWISE, key, plan_of, plan_with
 from cgplan.config import Config
 from cgplan.errors import PlanMismatchError
 from cgplan.planning import Plan, build_plan, config_hash
-from cgplan.planning.costs import KeyCost, Predicted
 from cgplan.planning.difference import (
     FieldChange,
     Figure,
@@ -20,7 +19,7 @@ from cgplan.planning.difference import (
     unused_settings,
 )
 from cgplan.planning.engines import read_vllm
-from cgplan.planning.plan import Lane, Machine
+from cgplan.planning.plan import KeyCost, Lane, Machine, Predicted
 
 H200 = Machine(gpu="NVIDIA H200", driver="580.1", torch="2.13.0")
 

@@ -17,7 +17,6 @@ from plans import FULL, PIECEWISE, key, plan_of, plan_with, plans, plans_with_la
 
 from cgplan.errors import ConfigError, PlanError
 from cgplan.planning import Plan, build_plan, engines
-from cgplan.planning.costs import KeyCost, Predicted
 from cgplan.planning.engines import (
     VERSIONS,
     Parallelism,
@@ -29,6 +28,7 @@ from cgplan.planning.engines import (
     sizes_by_lane,
     with_emission,
 )
+from cgplan.planning.plan import KeyCost, Predicted
 
 DATA = Path(__file__).parents[1] / "data"
 

@@ -12,8 +12,7 @@ from cgplan.config import Config
 from cgplan.errors import ReportError
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
 from cgplan.planning import Plan, build_plan, config_hash
-from cgplan.planning.costs import KeyCost, Predicted
-from cgplan.planning.plan import Lane, Machine, capture_order
+from cgplan.planning.plan import KeyCost, Lane, Machine, Predicted, capture_order
 
 PIECEWISE, FULL = CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
 

@@ -18,7 +18,7 @@ from cgplan.planning import build_plan
 from cgplan.planning.build import ladder_sizes
 from cgplan.planning.engines import VERSIONS, emit, read_vllm
 from cgplan.planning.vllm_log import StartLog, logged_steps
-from cgplan.pricing.measured import MeasuredCosts
+from cgplan.pricing.costs import GraphCosts
 
 NONE, PIECEWISE, FULL = RUNTIME_MODES
 LOG = (Path(__file__).parents[1] / "data" / "vllm_start.log").read_text()
@@ -43,8 +43,8 @@ def started(text: str) -> StartLog:
     return log
 
 
-def costs_of(text: str, config: Config) -> MeasuredCosts:
-    return MeasuredCosts.from_vllm_log(started(text), config, "start.log")
+def costs_of(text: str, config: Config) -> GraphCosts:
+    return GraphCosts.from_vllm_log(started(text), config, "start.log")
 
 
 def test_the_figures_of_a_start() -> None:

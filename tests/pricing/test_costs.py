@@ -15,8 +15,14 @@ from cgplan.config import Config, Input, validate_config
 from cgplan.config.values import DType
 from cgplan.modes import BatchDescriptor, CUDAGraphMode, Key
 from cgplan.planning import build_plan
-from cgplan.planning.costs import GraphCosts, representative_keys, static_bytes
-from cgplan.pricing.measured import MeasuredCosts, MeasuredKey, case_costs, interpolate
+from cgplan.pricing.costs import (
+    GraphCosts,
+    MeasuredKey,
+    case_costs,
+    interpolate,
+    representative_keys,
+    static_bytes,
+)
 from cgplan.reports import CaptureReport, Environment, GraphRecord
 
 MIB = 1 << 20
@@ -34,6 +40,9 @@ class Linear(GraphCosts):
     source, estimated = "made up", False
     workspace_bytes = 7
     once_seconds = 2.0
+
+    def __init__(self) -> None:
+        """There are no captures."""
 
     def pool_bytes(self, mode: CUDAGraphMode, num_tokens: int) -> int:
         return num_tokens << (10 if mode is FULL else 11)
@@ -143,16 +152,14 @@ def test_values_lie_on_the_lines_through_their_neighbours(at: int, value: float)
 # --- measured costs -------------------------------------------------------------------------------------------
 
 
-def measured(**changes: Any) -> MeasuredCosts:
+def measured(**changes: Any) -> GraphCosts:
     keys = [
         MeasuredKey(FULL, 0, 2, driver_bytes=1000.0, seconds=0.01),
         MeasuredKey(FULL, 0, 10, driver_bytes=1800.0, seconds=0.05),
         MeasuredKey(FULL, 2, 10, driver_bytes=4000.0, seconds=0.1),
     ]
     given: dict[str, Any] = {"source": "a test", "workspace_bytes": 32 * MIB, "once_seconds": 1.5}
-    return MeasuredCosts(
-        keys, {FULL: [(10, 26 * MIB), (2, 6 * MIB)]}, CONFIG, **{**given, **changes}
-    )
+    return GraphCosts(keys, {FULL: [(10, 26 * MIB), (2, 6 * MIB)]}, CONFIG, **{**given, **changes})
 
 
 def test_measured_sizes_cost_what_was_measured() -> None:
@@ -174,14 +181,14 @@ def test_other_sizes_are_interpolated_in_whole_segments() -> None:
 
 def test_pools_without_segments_are_interpolated_to_the_byte() -> None:
     """As on the tape, where a pool of 52 KiB is one of 52 KiB."""
-    costs = MeasuredCosts([], {FULL: [(2, 100_000), (32, 1_600_064)]}, CONFIG, source="a test")
+    costs = GraphCosts([], {FULL: [(2, 100_000), (32, 1_600_064)]}, CONFIG, source="a test")
     assert costs.pool_bytes(FULL, 16) == 100_000 + math.ceil(1_500_064 * 14 / 30)
     assert costs.pool_bytes(FULL, 1) == 50_000
     assert costs.pool_bytes(FULL, 32) == 1_600_064
 
 
 def test_a_size_below_the_smallest_takes_at_least_its_share() -> None:
-    costs = MeasuredCosts([], {FULL: [(4, 8 * MIB), (8, 32 * MIB)]}, CONFIG, source="a test")
+    costs = GraphCosts([], {FULL: [(4, 8 * MIB), (8, 32 * MIB)]}, CONFIG, source="a test")
     assert [costs.pool_bytes(FULL, size) for size in (1, 2, 3)] == [2 * MIB, 4 * MIB, 6 * MIB]
 
 
@@ -191,7 +198,7 @@ def test_beyond_what_was_measured_nothing_is_free() -> None:
         MeasuredKey(FULL, 0, 2, driver_bytes=3000.0, seconds=0.03),
         MeasuredKey(FULL, 0, 4, driver_bytes=1000.0, seconds=0.01),
     ]
-    costs = MeasuredCosts(keys, {FULL: [(4, MIB)]}, CONFIG, source="a test")
+    costs = GraphCosts(keys, {FULL: [(4, MIB)]}, CONFIG, source="a test")
     assert [costs.seconds(key(n)) for n in (3, 5, 7, 100)] == [
         pytest.approx(0.02),
         0.01,
@@ -218,7 +225,7 @@ def test_a_key_that_was_measured_costs_what_was_measured_of_it() -> None:
         for case in (1, 2, 3)
         for size in (2, 4)
     ]
-    costs = MeasuredCosts(keys, {FULL: [(4, MIB)]}, CONFIG, source="a test")
+    costs = GraphCosts(keys, {FULL: [(4, MIB)]}, CONFIG, source="a test")
     for measured_key in keys:
         asked = key(measured_key.num_tokens, lora=measured_key.num_active_loras)
         assert (costs.seconds(asked), costs.driver_bytes(asked)) == (
@@ -231,7 +238,7 @@ def test_a_key_that_was_measured_costs_what_was_measured_of_it() -> None:
 @settings(max_examples=50, deadline=None)
 @given(st.dictionaries(st.integers(1, 300), st.integers(0, 500), min_size=1, max_size=5))
 def test_a_larger_size_never_needs_a_smaller_pool(points: dict[int, int]) -> None:
-    costs = MeasuredCosts(
+    costs = GraphCosts(
         [], {FULL: [(n, mib * MIB) for n, mib in points.items()]}, CONFIG, source="a test"
     )
     found = [costs.pool_bytes(FULL, n) for n in range(1, 320)]
@@ -280,7 +287,7 @@ def a_report(
 
 def test_costs_from_a_report_predict_that_capture() -> None:
     report = CaptureReport.model_validate_json(a_report().model_dump_json())
-    costs = MeasuredCosts.from_report(report, CONFIG)
+    costs = GraphCosts.from_report(report, CONFIG)
     cost = costs.of(report.plan.keys)
     assert [k.pool_bytes for k in cost.keys] == [40 * MIB, 0, 0, 0]
     assert [k.driver_bytes for k in cost.keys] == [MIB] * 4  # the chunks, spread over the nodes
@@ -295,18 +302,18 @@ def test_costs_from_a_report_predict_that_capture() -> None:
 def test_a_report_of_one_mode_says_how_it_prices_the_other() -> None:
     """As a runner's replan may meet it: graphs of one mode alone were captured so far."""
     both = {"compilation": {"cudagraph_mode": "FULL_AND_PIECEWISE"}, "lora": {"max_loras": 2}}
-    costs = MeasuredCosts.from_report(a_report(), validate_config(both), ["other words"])
+    costs = GraphCosts.from_report(a_report(), validate_config(both), ["other words"])
     assert costs.notes == (
         "other words",
         "there are no figures of PIECEWISE graphs: they are priced as FULL ones of the same size",
         "there are no figures of FULL graphs with adapters: they are priced as those without",
     )
     assert costs.pool_bytes(PIECEWISE, 8) == costs.pool_bytes(FULL, 8) == 20 * MIB
-    assert MeasuredCosts.from_report(a_report(), CONFIG).notes == ()
+    assert GraphCosts.from_report(a_report(), CONFIG).notes == ()
 
 
 def test_a_report_without_node_counts_spreads_the_driver_over_keys() -> None:
-    costs = MeasuredCosts.from_report(a_report(nodes=None), CONFIG)
+    costs = GraphCosts.from_report(a_report(nodes=None), CONFIG)
     assert costs.driver_bytes(key(8)) == MIB
 
 
@@ -324,7 +331,7 @@ def test_what_each_lora_case_adds() -> None:
         for case in (0, 3)
         for size in (1, 8)
     ]
-    costs = MeasuredCosts(
+    costs = GraphCosts(
         keys, {FULL: [(1, MIB), (8, 8 * MIB)]}, config, source="by hand", workspace_bytes=32 * MIB
     )
     found = case_costs(plan, costs)

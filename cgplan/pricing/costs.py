@@ -1,8 +1,9 @@
-"""The cost of graphs, from real captures."""
+"""The cost of graphs: device memory and start-up time, from real captures."""
 
 from __future__ import annotations
 
 import math
+import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,8 +17,7 @@ from cgplan.config import Config
 from cgplan.errors import ReportError
 from cgplan.modes import CUDAGraphMode, Key
 from cgplan.planning.build import build_plan, lora_cases, resolve_mode
-from cgplan.planning.costs import GraphCosts
-from cgplan.planning.plan import Plan
+from cgplan.planning.plan import KeyCost, Plan, Predicted
 from cgplan.planning.vllm_log import StartLog
 from cgplan.pricing.allocator import unit_of
 from cgplan.units import counted, format_bytes, grouped
@@ -54,6 +54,63 @@ def stand_in_notes(
                     f"there are no figures of {mode} graphs {which} adapters: they are priced "
                     f"as those {instead}"
                 )
+
+
+def widest(
+    keys: Iterable[Key],
+) -> dict[tuple[int, ...], int]:
+    """The most tokens with each ``sizes``, for which static buffers are made."""
+    found: dict[tuple[int, ...], int] = {}
+    for _, descriptor in keys:
+        most = found.get(descriptor.sizes, 0)
+        found[descriptor.sizes] = max(most, descriptor.num_tokens)
+    return found
+
+
+def static_bytes(
+    config: Config,
+    num_tokens: int,
+    sizes: tuple[int, ...] = (),
+) -> int:
+    """Bytes of the static buffers of all inputs and metadata; exact, as
+    ``buffers.static.StaticBuffers`` allocates them.
+
+    ``num_tokens`` is the largest capture size with ``sizes`` in the dimensions after the first.
+    """
+    reqs = min(num_tokens, config.scheduler.max_num_seqs)
+    total = 0
+    for spec in config.tensors_at(sizes).values():
+        bits = re.search(r"\d+", spec.dtype)  # bool has none
+        itemsize = int(bits[0]) // 8 if bits else 1
+        extents = [extent.size(num_tokens, reqs) for extent in spec.extents]
+        total += itemsize * math.prod(extents)
+    return total
+
+
+def representative_keys(
+    keys: Sequence[Key],
+    max_num_seqs: int,
+) -> tuple[Key, ...]:
+    """Keys whose costs tell those of the others, in capture order.
+
+    Of each mode, without and with LoRA adapters: the largest size, the largest in which every token
+    can be a request, because costs bend there, and the smallest. Kernels for a single row differ
+    from others, so it is above 1 if possible.
+    """
+    lanes: dict[tuple[CUDAGraphMode, bool], dict[int, Key]] = {}
+    # of the LoRA cases, the one for the most stays
+    for key in sorted(keys, key=lambda key: key[1].num_active_loras):
+        mode, descriptor = key
+        lane = mode, descriptor.has_lora
+        by_size = lanes.setdefault(lane, {})
+        by_size[descriptor.elements] = key
+    chosen: set[Key] = set()
+    for by_size in lanes.values():
+        small = min((size for size in by_size if size > 1), default=1)
+        bend = max((size for size in by_size if size <= max_num_seqs), default=small)
+        for size in (small, bend, max(by_size)):
+            chosen.add(by_size[size])
+    return tuple(key for key in keys if key in chosen)
 
 
 @dataclass(frozen=True)
@@ -117,14 +174,24 @@ class MeasuredKey:
         return self.num_active_loras > 0
 
 
-class MeasuredCosts(GraphCosts):
-    """Costs of real captures, interpolated between their sizes.
+class GraphCosts:
+    """Costs of keys that share one pool: those of real captures, interpolated between their sizes.
 
-    Graphs that were not captured are priced as others; the notes say so. ``pools`` by mode:
-    (num_tokens, bytes of a pool that began with this size).
+    Graphs that were not captured are priced as others; the notes say so.
+
+    Attributes:
+        source, estimated, notes, workspace_bytes: As in ``Predicted``.
+        config: Its inputs are in the static buffers.
+        once_seconds: Extra time of the first capture: tracing, loading kernels.
+        largest: Elements of the largest graph whose cost is not extrapolated.
+        pools: By mode: (num_tokens, bytes of a pool that began with this size).
     """
 
     estimated = False
+    notes: tuple[str, ...] = ()
+    workspace_bytes = 0
+    once_seconds = 0.0
+    largest = math.inf
 
     def __init__(
         self,
@@ -162,7 +229,7 @@ class MeasuredCosts(GraphCosts):
         report: Any,
         config: Config,
         notes: Iterable[str] = (),
-    ) -> MeasuredCosts:
+    ) -> GraphCosts:
         """Costs from a CaptureReport, driver memory by nodes. Raises ReportError without keys."""
         records = tuple(report.records)
         if not records:
@@ -213,7 +280,7 @@ class MeasuredCosts(GraphCosts):
         log: StartLog,
         config: Config,
         path: str,
-    ) -> MeasuredCosts:
+    ) -> GraphCosts:
         """Estimates from vLLM's log of one start. Raises ReportError without graphs.
 
         Without DEBUG lines a graph takes 1 MiB, vLLM's own least, and the pool the rest.
@@ -269,12 +336,66 @@ class MeasuredCosts(GraphCosts):
         costs.estimated = True
         return costs
 
+    def of(self, keys: Sequence[Key]) -> Predicted:
+        """Cost of capturing these keys, in this order, into one pool."""
+        held = 0
+        costs: list[KeyCost] = []
+        extrapolated = False
+        seconds = self.once_seconds
+        for key in keys:
+            mode, descriptor = key
+            extrapolated |= descriptor.elements > self.largest
+            pool = max(held, self.pool_bytes(mode, descriptor.elements))
+            seconds += self.seconds(key)
+            driver = self.driver_bytes(key)
+            costs.append(KeyCost(pool - held, driver, seconds))
+            held = pool
+            seconds = 0.0
+        static = 0
+        for sizes, most in widest(keys).items():
+            static += self.static_bytes(most, sizes)
+        return Predicted(
+            keys=tuple(costs),
+            static_bytes=static,
+            workspace_bytes=self.workspace_bytes if keys else 0,
+            source=self.source,
+            estimated=self.estimated,
+            notes=self.notes,
+            extrapolated=extrapolated,
+        )
+
+    def static_bytes(
+        self,
+        num_tokens: int,
+        sizes: tuple[int, ...] = (),
+    ) -> int:
+        """As the function ``static_bytes``."""
+        return static_bytes(self.config, num_tokens, sizes)
+
+    def falls(
+        self,
+        mode: CUDAGraphMode,
+        sizes: Iterable[int],
+    ) -> bool:
+        """Whether a larger one of these sizes has a smaller pool, against the contract."""
+        held = 0
+        for size in sizes:
+            pool = self.pool_bytes(mode, size)
+            if pool < held:
+                return True
+            held = pool
+        return False
+
     def pool_bytes(
         self,
         mode: CUDAGraphMode,
         num_tokens: int,
     ) -> int:
-        """Interpolated, in whole segments; below the measured sizes at least in proportion."""
+        """Bytes of a pool after captures of that mode up to that size (with `dims` the elements of
+        a box), largest first; a pool of several modes has the largest of their bytes.
+
+        Interpolated, in whole segments; below the measured sizes at least in proportion.
+        """
         if mode not in self._pools:
             found = [self.pool_bytes(other, num_tokens) for other in self._pools]
             return max(found, default=0)
@@ -290,10 +411,11 @@ class MeasuredCosts(GraphCosts):
         return rounded
 
     def driver_bytes(self, key: Key) -> int:
-        """On average: the driver takes chunks."""
+        """The driver's memory for one key, on average: the driver takes chunks."""
         return max(round(self._of(key, "driver_bytes")), 0)
 
     def seconds(self, key: Key) -> float:
+        """Warm-ups and capture of one key."""
         return self._of(key, "seconds")
 
     def _of(
@@ -316,7 +438,8 @@ class MeasuredCosts(GraphCosts):
         if not points:
             return 0.0
         least = min(least for _, least in points)
-        return max(interpolate(points, descriptor.elements), least)
+        found = interpolate(points, descriptor.elements)
+        return max(found, least)
 
     def _line(
         self,
@@ -330,4 +453,7 @@ class MeasuredCosts(GraphCosts):
             (measured.num_tokens, getattr(measured, figure))
             for measured in alike or of_mode or self._keys
         )
-        return [(tokens, fmean(found)) for tokens, found in sorted(by_size.items())]
+        line = []
+        for tokens, found in sorted(by_size.items()):
+            line.append((tokens, fmean(found)))
+        return line
