@@ -161,24 +161,21 @@ class RequestForm(Form[R]):
     fails: bool = False
 
 
-def _named(*columns: str) -> dict[str, str]:
-    """Columns by the first fields of ``_RequestRow``."""
-    return dict(zip(_RequestRow.model_fields, columns, strict=False))
-
-
 HISTOGRAM = Form("a histogram", _StepRow)
-_AZURE = _named("TIMESTAMP", "ContextTokens", "GeneratedTokens", "Adapter")
-_BURST = _named("Timestamp", "Request tokens", "Response tokens")
-_MOONCAKE = _named("timestamp", "input_length", "output_length")
-_SGLANG = _named("request_received_ts", "prompt_tokens", "completion_tokens")
+_MOONCAKE = ("timestamp", "input_length", "output_length")
 REQUESTS: tuple[RequestForm[Any], ...] = (
     # AzurePublicDataset, AzureLLMInferenceDataset2023.md and 2024.md.
-    RequestForm("a request trace", _DatedRow, _AZURE, microseconds=1.0),
+    RequestForm(
+        "a request trace",
+        _DatedRow,
+        ("TIMESTAMP", "ContextTokens", "GeneratedTokens", "Adapter"),
+        microseconds=1.0,
+    ),
     # HPMLL/BurstGPT, README.md of release v1.2.
     RequestForm(
         "BurstGPT's trace",
         _DatedRow,
-        _BURST,
+        ("Timestamp", "Request tokens", "Response tokens"),
         unused=("Model", "Session ID", "Elapsed time", "Total tokens", "Log Type"),
         microseconds=1.0,
         fails=True,
@@ -194,7 +191,13 @@ REQUESTS: tuple[RequestForm[Any], ...] = (
         block=16,
     ),
     # SGLang 0.5.23, --export-metrics-to-file: srt/observability/request_metrics_exporter.py.
-    RequestForm("SGLang's log of requests", _RequestRow, _SGLANG, unused=None, fails=True),
+    RequestForm(
+        "SGLang's log of requests",
+        _RequestRow,
+        ("request_received_ts", "prompt_tokens", "completion_tokens"),
+        unused=None,
+        fails=True,
+    ),
 )
 # vLLM 0.33.0, vllm/benchmarks/serve.py; SGLang 0.5.23, sglang/benchmark/serving.py, which has no
 # start_times.
@@ -210,11 +213,7 @@ BENCH = RequestForm(
 SHAREGPT = RequestForm("a ShareGPT conversation", _ConversationRow, unused=None, microseconds=1.0)
 FORMS: tuple[Form[Any], ...] = (HISTOGRAM, *REQUESTS, BENCH)
 METRICS = Form("metrics of a runner", _MetricRow, unused=None)
-VLLM_LOG = Form(
-    "a table of CUDA graph statistics",
-    _LogRow,
-    dict(zip(("num_tokens", "padded", "paddings", "ran_as", "count"), COLUMNS, strict=True)),
-)
+VLLM_LOG = Form("a table of CUDA graph statistics", _LogRow, COLUMNS)
 
 
 def read_traffic(
@@ -289,14 +288,7 @@ def read_sizes(path: str | Path, dims: Sequence[Dim], plan: Plan) -> SizeCounts:
         assert isinstance(seen, Traffic)
         rows = [((shape.num_tokens,), round(weight)) for shape, weight in seen.histogram]
     else:
-        rows = sized_rows(
-            text,
-            path,
-            names,
-            TrafficError,
-            column,
-            (Whole, 1),
-        )
+        rows = sized_rows(text, path, names, TrafficError, column, (Whole, 1))
     for sizes, count in rows:
         if not all(map(le, sizes, most.values())):
             beyond += count
@@ -371,7 +363,7 @@ def _traffic_of(
     plan: Plan,
     request_rate: float | None,
 ) -> Traffic | RequestTrace:
-    first = first_line(text)[1].lstrip()
+    first = first_line(text).lstrip()
     if first.startswith("{"):
         document = whole_object(text) or {}
         kind = document.get("kind")

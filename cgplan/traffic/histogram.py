@@ -15,7 +15,7 @@ from cgplan.config.messages import first_problem
 from cgplan.config.values import Record
 from cgplan.errors import TrafficError
 from cgplan.planning import Plan
-from cgplan.units import format_microseconds
+from cgplan.units import format_microseconds, grouped
 
 if TYPE_CHECKING:
     import numpy as np
@@ -225,19 +225,16 @@ class Traffic(Record):
         """Batches evenly in log size, up to ``max_num_seqs`` requests of the plan, with as many
         steps of each kind (uniform or mixed, LoRA case) as there are here.
         """
-        kinds: dict[tuple[bool, int], float] = {}
-        for shape, weight in self.histogram:
-            _, _, uniform, loras = shape
-            own = uniform, loras
-            kinds[own] = kinds.get(own, 0.0) + weight
+        kinds = grouped((shape[2:], weight) for shape, weight in self.histogram)
         q = plan.query_len
         most = max(min(plan.max_num_seqs, plan.max_num_batched_tokens // q), 1)
         sizes = range(1, most + 1)
         harmonic = sum([1 / reqs for reqs in sizes])
         counts: dict[StepShape, float] = {}
-        for (uniform, loras), weight in kinds.items():
+        for kind, weights in kinds.items():
+            weight = sum(weights)
             for reqs in sizes:
-                shape = StepShape(q * reqs, reqs, uniform, loras)
+                shape = StepShape(q * reqs, reqs, *kind)
                 counts[shape] = weight / reqs / harmonic
         source = f"batches of 1 to {most} requests, evenly in log size"
         return Traffic.of(counts, source, apart=self.apart)

@@ -6,8 +6,8 @@ import csv
 import io
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -50,7 +50,7 @@ class Form(Generic[R]):
 
     Attributes:
         row: The type of its rows; each field is a column.
-        names: Names of columns by field, if they differ.
+        names: Of its first columns, if they are not those of the fields.
         remedy: Of errors about the columns; absent: their names.
         row_remedy: Of errors about a cell.
         unused: Other columns that such files have; None: any.
@@ -58,7 +58,7 @@ class Form(Generic[R]):
 
     name: str
     row: type[R]
-    names: Mapping[str, str] = field(default_factory=dict)
+    names: tuple[str, ...] = ()
     error: type[CgplanError] = TrafficError
     remedy: str = ""
     row_remedy: str = "Correct that row."
@@ -67,7 +67,9 @@ class Form(Generic[R]):
     @cached_property
     def columns(self) -> dict[str, str]:
         """Fields by the names of columns."""
-        return {self.names.get(own, own): own for own in self.row.model_fields}
+        fields = list(self.row.model_fields)
+        names = [*self.names, *fields[len(self.names) :]]
+        return dict(zip(names, fields, strict=True))
 
     @cached_property
     def required(self) -> list[str]:
@@ -136,7 +138,8 @@ class Form(Generic[R]):
             wrong = failure.errors()[0]
             index, own, *inner = map(str, wrong["loc"])
             where = places[int(index)]
-            column = ".".join([self.names.get(own, own), *inner])
+            column = next(name for name, field in self.columns.items() if field == own)
+            column = ".".join([column, *inner])
             problem = wrong["msg"].removeprefix("Value error, ")
             raise self.error(
                 f"{where}: {column} is {short(wrong['input'])}: {problem}",
@@ -208,7 +211,7 @@ def raw_rows(
 
 def sized_rows(
     text: str,
-    path: Path,
+    path: str | Path,
     names: Sequence[str],
     error: type[CgplanError],
     figure: str,
@@ -217,18 +220,17 @@ def sized_rows(
     """Sizes and a figure of each row, from columns ``names`` and ``figure`` (of pydantic's
     ``kind``).
     """
-    named = {f"size_{index}": name for index, name in enumerate(names)}
-    fields: dict[str, Any] = dict.fromkeys(named, (Size, ...))
-    fields[figure] = kind
+    fields: dict[str, Any] = {figure: kind}
+    sizes = {f"size_{index}": (Size, ...) for index in range(len(names))}
     row = create_model(
         "_Row",
         __base__=Record,
-        **fields,
+        **sizes | fields,
     )
     form: Form[Any] = Form(
         "the table",
         row,
-        named,
+        tuple(names),
         error,
     )
     rows = raw_rows(
@@ -237,16 +239,13 @@ def sized_rows(
         error,
     )
     for _, typed in form.read(rows):
-        *sizes, value = dict(typed).values()
-        yield tuple(sizes), value
+        *found, value = dict(typed).values()
+        yield tuple(found), value
 
 
-def first_line(text: str) -> tuple[int, str]:
-    """Number and text of the first line that is not blank; (1, "") for a blank text."""
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            return number, line
-    return 1, ""
+def first_line(text: str) -> str:
+    """The first line that is not blank."""
+    return next(filter(str.strip, text.split("\n")), "")
 
 
 def whole_object(text: str) -> dict[str, Any] | None:
@@ -261,10 +260,7 @@ def whole_object(text: str) -> dict[str, Any] | None:
 def short(value: object) -> str:
     """A value for a message, in at most 60 characters."""
     text = repr(value)
-    if len(text) <= 60:
-        return text
-    start = text[:57]
-    return f"{start}..."
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _csv_rows(
@@ -272,20 +268,13 @@ def _csv_rows(
     path: str | Path,
     error: type[CgplanError],
 ) -> Iterator[RawRow]:
-    _, header = first_line(text)
+    header = first_line(text)
     separator = next((char for char in ",\t;|" if char in header), ",")
-    data = io.BytesIO(text.encode())
-    file = io.TextIOWrapper(
-        data,
-        "utf-8",
-        newline="",
-    )
     reader = csv.reader(
-        file,
+        io.StringIO(text, newline=""),
         delimiter=separator,
         skipinitialspace=True,
     )
-    name = str(path)
     names: tuple[str, ...] = ()
     try:
         for fields in reader:
@@ -293,7 +282,7 @@ def _csv_rows(
             if not any(values):
                 continue
             names = names or values
-            where = f"{name}:{reader.line_num}"
+            where = f"{path}:{reader.line_num}"
             if len(values) != len(names):
                 raise error(
                     f"{where}: {len(values)} fields, but the header has {len(names)}",

@@ -307,7 +307,8 @@ class _Rank:
         while self.waiting and wanted < left and self.running < bounds.max_num_seqs:
             index = self.waiting[0]
             if len(adapters) > self.max_loras:
-                index = self._first_of(adapters)
+                known = (other for other in self.waiting if requests[other].adapter in adapters)
+                index = next(known, NEVER)
             if index == NEVER:
                 break
             request = requests[index]
@@ -348,13 +349,6 @@ class _Rank:
         self.ending = prompts
         self.prefilled = prefilled
         return tokens + prefilled, number, False, len(adapters) - 1
-
-    def _first_of(self, adapters: set[int]) -> int:
-        """The first request that waits and has one of these adapters."""
-        for index in self.waiting:
-            if self.requests[index].adapter in adapters:
-                return index
-        return NEVER
 
     def go_on(self, now: int) -> None:
         """After equal steps requests are done, and others begin to decode, as far as the KV cache

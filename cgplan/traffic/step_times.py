@@ -526,11 +526,10 @@ class StepTimes(Record):
 
     def said_for(self, mode: CUDAGraphMode) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Warnings and notes, less those on PIECEWISE graphs if the resolved mode has none."""
+        hidden = () if mode.has_mode(CUDAGraphMode.PIECEWISE) else ("PIECEWISE ",)
         said = []
         for texts in (self.warnings, self.notes):
-            if not mode.has_mode(CUDAGraphMode.PIECEWISE):
-                texts = tuple(text for text in texts if not text.startswith("PIECEWISE "))
-            said.append(texts)
+            said.append(tuple(text for text in texts if not text.startswith(hidden)))
         warnings, notes = said
         if self.full_of_decode and mode.mixed_mode() is CUDAGraphMode.FULL:
             warnings += (FULL_OF_DECODE,)
@@ -691,14 +690,8 @@ class StepSurface(NamedTuple):
                     saves |= record.graph.median < record.eager.median
         except ValidationError:
             saves = True
-            figure = "microseconds", (Time, ...)
-            rows += sized_rows(
-                text,
-                Path(path),
-                names,
-                StepTimeError,
-                *figure,
-            )
+            kind = Time, ...
+            rows += sized_rows(text, path, names, StepTimeError, "microseconds", kind)
         longest: dict[tuple[int, ...], float] = {}
         for sizes, time in rows:
             longest[sizes] = max(time, longest.get(sizes, 0.0))
@@ -725,15 +718,9 @@ class StepSurface(NamedTuple):
         shape = rows.size, *self.values.shape
         found = np.broadcast_to(self.values, shape)
         for axis, asked in zip(self.axes, sizes.T, strict=True):
-            place = np.interp(
-                asked,
-                axis,
-                np.arange(axis.size),
-            )
-            first = place.astype(int)
-            last = np.ceil(place).astype(int)
-            below = found[rows, first]
-            above = found[rows, last]
+            place = np.interp(asked, axis, np.arange(axis.size))
+            below = found[rows, place.astype(int)]
+            above = found[rows, np.ceil(place).astype(int)]
             others = [1] * (below.ndim - 1)
             share = (place % 1).reshape(-1, *others)
             found = below * (1 - share) + above * share
@@ -784,16 +771,16 @@ def _of_rows(
         notes.append("prefill counts as eager steps, where it has more tokens than all decode")
     pick = max if TABLE in found else median
     times = _of_runs(kept, pick, path, ", ".join([*sources, str(path)]), notes)
-    warnings = []
     for curve in times.curves:
         size, time = curve.points[0]
         likeness = time / DEFAULT_POINTS[curve.mode, 0][1]
         if not 1 / FAR < likeness < FAR:
-            warnings.append(
+            warning = (
                 f"{_name(curve.mode)} at {counted(size, 'token')} takes "
                 f"{format_microseconds(time)}, {likeness:.2g} times the default: is the unit right?"
             )
-    return times.changed(warnings=(*warnings[:1], *times.warnings))
+            return times.changed(warnings=(warning, *times.warnings))
+    return times
 
 
 def _of_runs(
