@@ -15,7 +15,7 @@ from cgplan.config import BudgetConfig, Config
 from cgplan.errors import BudgetError, ModeError, PlanError, StepTimeError, TrafficError
 from cgplan.modes import CUDAGraphMode, Key
 from cgplan.optimizer.evidence import ASKED_FOR, PlanCheck, ServicePoint
-from cgplan.optimizer.lanes import Run
+from cgplan.optimizer.lanes import Run, step_clock
 from cgplan.optimizer.propose import (
     ALIKE,
     PlanInputs,
@@ -33,7 +33,6 @@ from cgplan.traffic.simulation import (
     RequestTrace,
     SchedulerBounds,
     simulate,
-    step_clock,
 )
 from cgplan.traffic.step_times import FULL_OF_DECODE, StepTimes
 from cgplan.units import format_bytes, format_microseconds

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import numpy as np
 from cgplan.modes import CUDAGraphMode, Key
 from cgplan.planning.plan import Lane, Plan, capture_order
 from cgplan.traffic.histogram import StepShape, Traffic
+from cgplan.traffic.simulation import StepTime
 from cgplan.traffic.step_times import StepTimes
 
 EAGER = Lane(CUDAGraphMode.NONE, False, 0)
@@ -101,32 +102,35 @@ class Use:
         return 1 - self.tokens / ran
 
 
-class Run:
-    """Traffic run through graphs, by the rule of the dispatcher.
+class Steps:
+    """Batches run through graphs, by the rule of the dispatcher.
 
     A batch runs in the first lane with a graph that holds it, at the smallest such size; eagerly if
     there is none. Raises StepTimeError where times of a mode that runs a batch are missing.
 
     Attributes:
-        traffic, times: The batches, and how long steps take.
-        batches, weights: ``columns_of`` the traffic.
+        batches: A StepShape of arrays.
+        times: How long steps take.
+        apart: As in Traffic.
+        microseconds: Of each batch.
         missed: Whether a batch runs eagerly.
     """
 
     def __init__(
         self,
         lists: Lists,
-        traffic: Traffic,
+        batches: Any,
         times: StepTimes,
+        apart: bool,
     ) -> None:
-        self.traffic = traffic
+        self.batches = batches
         self.times = times
-        self.batches, self.weights = columns_of(traffic)
-        tokens = self.batches.num_tokens
-        loras = self.batches.num_active_loras
+        self.apart = apart
+        tokens = batches.num_tokens
+        loras = batches.num_active_loras
         self._tokens = tokens
         self._size = tokens.copy()  # that runs
-        self._time = np.zeros_like(tokens)
+        self.microseconds = np.zeros_like(tokens)
         self._place = np.full_like(tokens, np.inf)  # of the lane; inf: eager
         self._parts: list[tuple[Lane, Any]] = []  # batches of each lane
         missed = np.isinf(self._place)
@@ -153,8 +157,70 @@ class Run:
         if sizes.size:
             self._size[here] = sizes
             case = lane.num_active_loras
-            self._time[here] = self.times.at(lane.mode, sizes, case)
+            self.microseconds[here] = self.times.at(lane.mode, sizes, case)
             self._parts.append((lane, here))
+
+    def serves(
+        self,
+        lane: Lane,
+        batch: StepShape,
+    ) -> Any:
+        """Whether the lane is for a batch, or for each of ``columns_of``."""
+        return lane.serves(batch.uniform, batch.num_active_loras, self.apart)
+
+    def may_run(
+        self,
+        lane: Lane,
+        most: float,
+    ) -> Any:
+        is_small = self._tokens <= most
+        return is_small & self.serves(lane, self.batches)
+
+
+def step_clock(
+    plan: Plan,
+    times: StepTimes,
+    *,
+    apart: bool = False,
+) -> StepTime:
+    """Microseconds of a step in the graph that the plan's dispatcher chooses; ``apart`` as in
+    Traffic.
+    """
+    decode = plan.max_num_seqs * plan.query_len
+    largest = max(plan.max_num_batched_tokens, plan.max_capture_size, decode)
+    tokens = np.arange(largest + 1.0)
+    lists = plan.lanes()
+
+    @cache
+    def every(uniform: bool, adapters: int) -> Any:
+        columns = np.broadcast_arrays(tokens, tokens, uniform, adapters)
+        batches = StepShape._make(columns)
+        return Steps(lists, batches, times, apart).microseconds
+
+    def time(shape: StepShape) -> float:
+        size, _, uniform, adapters = shape
+        found = every(uniform, adapters)
+        return float(found[size])
+
+    return time
+
+
+class Run(Steps):
+    """Traffic run through graphs.
+
+    Attributes:
+        weights: Of the batches.
+    """
+
+    def __init__(
+        self,
+        lists: Lists,
+        traffic: Traffic,
+        times: StepTimes,
+    ) -> None:
+        self.traffic = traffic
+        batches, self.weights = columns_of(traffic)
+        super().__init__(lists, batches, times, traffic.apart)
 
     @property
     def unmeasured(self) -> float:
@@ -165,26 +231,9 @@ class Run:
             beyond[here] = self._size[here] > most
         return float(self.weights[beyond].sum() / self.weights.sum())
 
-    def serves(
-        self,
-        lane: Lane,
-        batch: StepShape,
-    ) -> Any:
-        """Whether the lane is for a batch, or for each of ``columns_of``."""
-        apart = self.traffic.apart
-        return lane.serves(batch.uniform, batch.num_active_loras, apart)
-
-    def may_run(
-        self,
-        lane: Lane,
-        most: float,
-    ) -> Any:
-        is_small = self._tokens <= most
-        return is_small & self.serves(lane, self.batches)
-
     @property
     def expected_us(self) -> float:
-        return float(np.average(self._time, weights=self.weights))
+        return float(np.average(self.microseconds, weights=self.weights))
 
     @property
     def by_kind(self) -> dict[str, Any]:
@@ -201,7 +250,7 @@ class Run:
         weight = self.weights[here]
         if not weight.size:
             return None
-        time = self._time[here]
+        time = self.microseconds[here]
         return float(np.average(time, weights=weight))
 
     @property
@@ -226,7 +275,7 @@ class Run:
                 use = self._use(lane, int(size), here, own)
                 found.append(use)
         if self.missed.any():
-            own = self._time[self.missed]
+            own = self.microseconds[self.missed]
             use = self._use(EAGER, None, self.missed, own)
             found.append(use)
         return tuple(found)
@@ -240,7 +289,7 @@ class Run:
     ) -> Use:
         weight = self.weights[here]
         tokens = self._tokens[here]
-        time = self._time[here]
+        time = self.microseconds[here]
         return Use(
             lane,
             size,
@@ -266,5 +315,5 @@ class Run:
         case = lane.num_active_loras
         time = self.times.of(lane.mode, size, case)
         weight = self.weights[moved]
-        saved = weight @ (self._time[moved] - time)
+        saved = weight @ (self.microseconds[moved] - time)
         return float(weight.sum()), float(saved / self.weights.sum())

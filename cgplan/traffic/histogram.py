@@ -225,7 +225,7 @@ class Traffic(Record):
         """Batches evenly in log size, up to ``max_num_seqs`` requests of the plan, with as many
         steps of each kind (uniform or mixed, LoRA case) as there are here.
         """
-        kinds = grouped((shape[2:], weight) for shape, weight in self.histogram)
+        kinds = grouped([(shape[2:], weight) for shape, weight in self.histogram])
         q = plan.query_len
         most = max(min(plan.max_num_seqs, plan.max_num_batched_tokens // q), 1)
         sizes = range(1, most + 1)

@@ -10,17 +10,12 @@ from bisect import bisect_right, insort
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from cgplan.errors import TrafficError
-from cgplan.modes import CUDAGraphMode
 from cgplan.planning import Plan
 from cgplan.traffic.histogram import Percentiles, Service, StepShape, Traffic
-
-if TYPE_CHECKING:
-    from cgplan.traffic.step_times import Floats, StepTimes
 from cgplan.units import counted
 
 NO_ADAPTER = -1
@@ -453,7 +448,8 @@ class _Engine:
         for _ in range(bounds.ranks):
             rank = _Rank(bounds, ordered)
             self.ranks.append(rank)
-        self.now = self.last_empty = self.times[0]
+        self.now = self.times[0]
+        self.last_empty = self.now
         self.busy = 0
         self.came_before = 0  # by last_empty
         self.length = 0  # of the queue at the last arrival
@@ -562,45 +558,3 @@ class _Engine:
             tokens_per_s=sum(self.wanted) / lasted * 1e9,
             preempted=sum(rank.preempted for rank in self.ranks),
         )
-
-
-def step_clock(
-    plan: Plan,
-    times: StepTimes,
-    *,
-    apart: bool = False,
-) -> StepTime:
-    """Microseconds of a step in the graph that the plan's dispatcher chooses; ``apart`` as in
-    Traffic.
-    """
-    import numpy as np  # takes longer than all of planning, and most commands do without
-
-    decode = plan.max_num_seqs * plan.query_len
-    largest = max(plan.max_num_batched_tokens, plan.max_capture_size, decode)
-    tokens = np.arange(largest + 1)
-
-    captured = plan.lanes()
-    place = attrgetter("place")
-    lanes = sorted(captured, key=place, reverse=True)
-
-    @cache
-    def every(
-        uniform: bool,
-        adapters: int,
-    ) -> Floats:
-        found = times.at(CUDAGraphMode.NONE, tokens, adapters)
-        for lane in lanes:  # the last one runs the batch
-            sizes = captured[lane]
-            if lane.serves(uniform, adapters, apart):
-                fits = tokens[: sizes[-1] + 1]
-                ran = np.array(sizes)[np.searchsorted(sizes, fits)]
-                case = lane.num_active_loras
-                found[: fits.size] = times.at(lane.mode, ran, case)
-        return found
-
-    def time(shape: StepShape) -> float:
-        size, _, uniform, adapters = shape
-        found = every(uniform, adapters)
-        return float(found[size])
-
-    return time

@@ -21,7 +21,7 @@ from cgplan.config import Config
 from cgplan.errors import BudgetError
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
 from cgplan.optimizer.evidence import Evidence, LadderPoint
-from cgplan.optimizer.lanes import EAGER, Run
+from cgplan.optimizer.lanes import EAGER, Run, step_clock
 from cgplan.optimizer.lint import lint
 from cgplan.planning import LADDERS, CudagraphDispatcher, Plan, build_plan, config_hash
 from cgplan.planning.difference import PlanDifference, compare
@@ -32,7 +32,7 @@ from cgplan.reports.layout import plain_text
 from cgplan.reports.plan_tables import render_difference
 from cgplan.traffic.files import read_traffic
 from cgplan.traffic.histogram import StepShape, Traffic
-from cgplan.traffic.simulation import SchedulerBounds, simulate, step_clock
+from cgplan.traffic.simulation import SchedulerBounds, simulate
 from cgplan.traffic.step_times import StepTimes
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL

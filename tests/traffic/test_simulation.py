@@ -13,6 +13,7 @@ from plans import plan_of, plans, plans_with_lanes
 
 from cgplan.errors import TrafficError
 from cgplan.modes import CUDAGraphMode
+from cgplan.optimizer.lanes import step_clock
 from cgplan.planning import CudagraphDispatcher, Plan
 from cgplan.traffic.histogram import Percentiles, StepShape
 from cgplan.traffic.simulation import (
@@ -22,7 +23,6 @@ from cgplan.traffic.simulation import (
     SchedulerBounds,
     StepTime,
     simulate,
-    step_clock,
 )
 from cgplan.traffic.step_times import StepTimes
 
