@@ -264,7 +264,7 @@ class Planner:
             # the most that fit, or 1
             graphs = bisect_right(range(2, most), most, key=num_graphs) + 1
         planned = planned_with(graphs)
-        while not planned.plan.keys and graphs < planned.inputs.curve.worthwhile:
+        while not planned.plan.keys and graphs < planned.inputs.worthwhile:
             graphs += 1
             planned = planned_with(graphs)
         plan = planned.plan

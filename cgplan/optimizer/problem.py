@@ -176,6 +176,7 @@ class Problem:
     """Everything that a search needs to know.
 
     Attributes:
+        plan: With bounds.
         lanes: In the order in which they are tried.
         demands: Batches that a graph may serve.
         eager_us: Weight times microseconds of the batches that none may serve.
@@ -184,6 +185,7 @@ class Problem:
         rising: Whether no larger graph is faster, in whatever mode its batches run there.
     """
 
+    plan: Plan
     lanes: tuple[Candidates, ...]
     demands: tuple[Demand, ...]
     eager_us: float
@@ -380,17 +382,13 @@ class Problem:
             pools = np.maximum(pools, most.max(axis=1))
         return key_costs, pools
 
-    def lists_of(
-        self,
-        chosen: Chosen,
-        plan: Plan,
-    ) -> Lists:
+    def lists_of(self, chosen: Chosen) -> Lists:
         """The sizes of these candidates."""
         found = {}
         for candidates, picked in zip(self.lanes, chosen, strict=True):
             sizes = candidates.sizes[[*picked]]
             for lane in candidates.lanes:
-                most = largest_of(lane, plan)
+                most = largest_of(lane, self.plan)
                 own = sizes[sizes <= most]
                 if own.size:
                     found[lane] = own.tolist()
@@ -450,6 +448,7 @@ def problem_of(
         else:
             eager_us += float(demand.eager[-1])
     problem = Problem(
+        plan,
         lanes=(),
         demands=tuple(demands),
         eager_us=eager_us,
@@ -633,7 +632,7 @@ def _with_one_list(
     without: Iterable[Key],
 ) -> Problem:
     """Its sizes are those of batches of any lane, that no lane has to do without."""
-    plan = offers[0].plan
+    plan = problem.plan
     lanes = tuple(offer.lane for offer in offers)
     stride, whole = list_stride(lanes, plan)
     offers = [replace(offer, stride=stride) for offer in offers]

@@ -127,21 +127,20 @@ def plan_graphs(inputs: PlanInputs) -> PlannedGraphs:
             remedy="Use `cgplan plan --traffic FILE`, whose columns are the names of `dims`, and "
             "capture its plan.",
         )
-    curve = inputs.curve
-    problem = curve.problem
+    problem = inputs.problem
     most = config.budget.max_graphs
-    graphs = min(most or curve.needed, MOST_GRAPHS)
+    graphs = min(most or inputs.needed, MOST_GRAPHS)
     goal = problem.best_total + WORTH * problem.changeable  # below it no graph is worth a word
-    best = curve.found.best(min(graphs, curve.graphs), goal)
+    best = inputs.found.best(min(graphs, inputs.graphs), goal)
     limits = inputs.limits(graphs)
-    keys = keys_of(problem.lists_of(best.chosen, inputs.base), inputs.base)
-    if graphs > curve.graphs or not inputs.pays_for(limits, keys):
+    keys = keys_of(problem.lists_of(best.chosen), inputs.base)
+    if graphs > inputs.graphs or not inputs.pays_for(limits, keys):
         problem = inputs.priced(inputs.insured)
         _check_one_graph(inputs, limits, problem)
         if most is None:
             limits = replace(limits, graphs=len(keys))
         best = best_plan(problem, limits, goal=goal)
-    lists = problem.lists_of(best.chosen, inputs.base)
+    lists = problem.lists_of(best.chosen)
     best_alone: list[float] = []
     if inputs.worst:
         lists, best_alone = _least_regret(inputs, lists, limits)
@@ -165,7 +164,7 @@ def plan_graphs(inputs: PlanInputs) -> PlannedGraphs:
 
 @dataclass(frozen=True)
 class PlanInputs:
-    """What a plan is made for.
+    """What a plan is made for, and the curve: the best plans by their number of graphs alone.
 
     Attributes:
         traffic: Several traffics share the steps by their weights.
@@ -280,7 +279,7 @@ class PlanInputs:
             return "configured"
         return sizes or "vllm"
 
-    def problem(
+    def problem_for(
         self,
         traffic: Traffic,
         costs: GraphCosts | None,
@@ -298,11 +297,7 @@ class PlanInputs:
     def priced(self, traffic: Traffic) -> Problem:
         """The problem with the costs that limits count."""
         has_prices = self.limits(0).has_prices
-        return self.problem(traffic, self.costs if has_prices else None)
-
-    @cached_property
-    def curve(self) -> Curve:
-        return Curve(self)
+        return self.problem_for(traffic, self.costs if has_prices else None)
 
     def step(
         self,
@@ -325,11 +320,91 @@ class PlanInputs:
         return False
 
     def pays_for(self, limits: Limits, keys: tuple[Key, ...]) -> bool:
-        costs = self.costs
-        if costs is None:
+        if self.costs is None:
             return True
-        cost = costs.of(keys)
-        return bool(limits.pays_for(0, cost.total_bytes, cost.seconds))
+        cost = self.price(keys)
+        return bool(limits.pays_for(0, cost["bytes"], cost["seconds"]))
+
+    # --- the curve --------------------------------------------------------------------------------
+
+    @cached_property
+    def problem(self) -> Problem:
+        return self.problem_for(self.insured, None)
+
+    @cached_property
+    def alone(self) -> Problem:
+        return self.problem_for(self.seen, None)
+
+    @cached_property
+    def found(self) -> Search:
+        return Search(self.problem, Limits(MOST_OF_CURVE))
+
+    @cached_property
+    def steps(self) -> list[float]:
+        """Mean microseconds of a step of the traffic alone, by the number of graphs."""
+        steps = []
+        for graphs in range(self.graphs + 1):
+            steps.append(self.step(self.lists(graphs), self.seen))
+        return steps
+
+    @property
+    def graphs(self) -> int:
+        return self.found.value.size - 1
+
+    @cached_property
+    def lists(self) -> Callable[[int], Lists]:
+        """Of the best plan of so many graphs."""
+        return cache(lambda graphs: self.problem.lists_of(self.found.chosen(graphs)))
+
+    def fewest(self, total: float) -> int | None:
+        """The fewest graphs with which all steps together are no longer than that."""
+        enough = np.flatnonzero(self.found.value <= total * (1 + 1e-9))
+        return int(enough[0]) if enough.size else None
+
+    @cached_property
+    def needed(self) -> int:
+        """The fewest graphs that suffice for ``plan_graphs``."""
+        ladders = self.ladders
+        plans = [ladders[name] for name in (self.asked, "vllm") if name in ladders]
+        goals = [plan.lanes() for plan in plans or ladders.values()]
+        parts = [(load, ALIKE) for load, _ in self.loads]
+        parts += [(other, NO_GAIN) for other, _ in self.others]
+        longest = []
+        for part, share in parts:
+            slack = share * self.problem_for(part, None).changeable / part.total
+            least = min((self.step(lists, part) for lists in goals), default=math.inf)
+            longest.append((part, least + slack))
+        problem = self.problem
+        fewest = self.fewest(problem.best_total + CLOSE * problem.saved)
+        if fewest is None:
+            return self.worthwhile
+        for graphs in range(max(fewest, 1), self.graphs + 1):
+            lists = self.lists(graphs)
+            if all(self.step(lists, part) <= goal for part, goal in longest):
+                return graphs
+        return self.worthwhile
+
+    @property
+    def worthwhile(self) -> int:
+        """The number of graphs from which more bring less than 0.01%."""
+        slack = WORTH * self.problem.changeable
+        return self.fewest(float(self.found.value[-1]) + slack) or 0
+
+    def price(self, keys: tuple[Key, ...]) -> dict[str, Any]:
+        """``bytes`` and ``seconds`` of keys, in capture order; None where costs are not known."""
+        costs = self.costs
+        cost = costs and costs.of(keys)
+        return {"bytes": cost and cost.total_bytes, "seconds": cost and cost.seconds}
+
+    def point(self, graphs: int) -> ParetoPoint:
+        keys: tuple[Key, ...] = ()
+        if self.costs is not None:  # else they have no price
+            keys = keys_of(self.lists(graphs), self.base)
+        return ParetoPoint(
+            graphs=graphs,
+            expected_us=self.steps[graphs],
+            **self.price(keys),
+        )
 
 
 def with_sizes(
@@ -356,7 +431,7 @@ def _least_regret(
 
     def best_lists(traffic: Traffic) -> Lists:
         problem = inputs.priced(traffic)
-        return problem.lists_of(best_plan(problem, limits).chosen, inputs.base)
+        return problem.lists_of(best_plan(problem, limits).chosen)
 
     alone = [inputs.step(best_lists(load), load) for load in loads]
     weights = 1 / np.array(alone)
@@ -395,7 +470,7 @@ def _check_one_graph(
     if not singles:
         return
     memory, seconds, cheapest = min(singles)
-    keys = keys_of(problem.lists_of(cheapest, inputs.base), inputs.base)
+    keys = keys_of(problem.lists_of(cheapest), inputs.base)
     names = [f"{mode} {descriptor}" for mode, descriptor in keys]
     wrong = []
     enough = []
@@ -410,96 +485,6 @@ def _check_one_graph(
         f"{' and '.join(names)}, takes {format_bytes(int(memory))} and {seconds:.3g} s by --costs",
         remedy=f"Raise {' and '.join(enough)} at least, or set compilation.cudagraph_mode: NONE.",
     )
-
-
-@dataclass(frozen=True)
-class Curve:
-    """The best plans by their number of graphs, if nothing else is limited."""
-
-    inputs: PlanInputs
-
-    @cached_property
-    def problem(self) -> Problem:
-        return self.inputs.problem(self.inputs.insured, None)
-
-    @cached_property
-    def alone(self) -> Problem:
-        return self.inputs.problem(self.inputs.seen, None)
-
-    @cached_property
-    def found(self) -> Search:
-        return Search(self.problem, Limits(MOST_OF_CURVE))
-
-    @cached_property
-    def steps(self) -> list[float]:
-        """Mean microseconds of a step of the traffic alone, by the number of graphs."""
-        inputs = self.inputs
-        steps = []
-        for graphs in range(self.graphs + 1):
-            steps.append(inputs.step(self.lists(graphs), inputs.seen))
-        return steps
-
-    @property
-    def graphs(self) -> int:
-        return self.found.value.size - 1
-
-    @cached_property
-    def lists(self) -> Callable[[int], Lists]:
-        """Of the best plan of so many graphs."""
-        base = self.inputs.base
-        return cache(lambda graphs: self.problem.lists_of(self.found.chosen(graphs), base))
-
-    def fewest(self, total: float) -> int | None:
-        """The fewest graphs with which all steps together are no longer than that."""
-        enough = np.flatnonzero(self.found.value <= total * (1 + 1e-9))
-        return int(enough[0]) if enough.size else None
-
-    @cached_property
-    def needed(self) -> int:
-        """The fewest graphs that suffice for ``plan_graphs``."""
-        inputs = self.inputs
-        ladders = inputs.ladders
-        plans = [ladders[name] for name in (inputs.asked, "vllm") if name in ladders]
-        goals = [plan.lanes() for plan in plans or ladders.values()]
-        parts = [(load, ALIKE) for load, _ in inputs.loads]
-        parts += [(other, NO_GAIN) for other, _ in inputs.others]
-        longest = []
-        for part, share in parts:
-            slack = share * inputs.problem(part, None).changeable / part.total
-            least = min((inputs.step(lists, part) for lists in goals), default=math.inf)
-            longest.append((part, least + slack))
-        problem = self.problem
-        fewest = self.fewest(problem.best_total + CLOSE * problem.saved)
-        if fewest is None:
-            return self.worthwhile
-        for graphs in range(max(fewest, 1), self.graphs + 1):
-            lists = self.lists(graphs)
-            if all(inputs.step(lists, part) <= goal for part, goal in longest):
-                return graphs
-        return self.worthwhile
-
-    @property
-    def worthwhile(self) -> int:
-        """The number of graphs from which more bring less than 0.01%."""
-        slack = WORTH * self.problem.changeable
-        return self.fewest(float(self.found.value[-1]) + slack) or 0
-
-    def price(self, keys: tuple[Key, ...]) -> dict[str, Any]:
-        """``bytes`` and ``seconds`` of keys, in capture order; None where costs are not known."""
-        costs = self.inputs.costs
-        cost = costs and costs.of(keys)
-        return {"bytes": cost and cost.total_bytes, "seconds": cost and cost.seconds}
-
-    def point(self, graphs: int) -> ParetoPoint:
-        inputs = self.inputs
-        keys: tuple[Key, ...] = ()
-        if inputs.costs is not None:  # else they have no price
-            keys = keys_of(self.lists(graphs), inputs.base)
-        return ParetoPoint(
-            graphs=graphs,
-            expected_us=self.steps[graphs],
-            **self.price(keys),
-        )
 
 
 @dataclass(frozen=True)
@@ -529,10 +514,9 @@ class PlannedGraphs:
         plan = self.plan
         run = self.run
         inputs = self.inputs
-        curve = inputs.curve
         costs = inputs.costs
-        problem = curve.problem
-        alone = curve.alone
+        problem = inputs.problem
+        alone = inputs.alone
         lower = min(self.best.bound, self.best.least)
         lower_us = lower / problem.weight
         if not inputs.others:
@@ -561,7 +545,7 @@ class PlannedGraphs:
                 "without it they bound the capture alone, which drops what does not fit"
             )
         binding = self._binding()
-        price = curve.price(plan.keys)
+        price = inputs.price(plan.keys)
         evidence = Evidence(
             traffic_source=run.traffic.source,
             traffic_weight=run.traffic.total,
@@ -587,7 +571,7 @@ class PlannedGraphs:
                 LaneSizes(**lane._asdict(), sizes=sizes) for lane, sizes in plan.lanes().items()
             ),
             uses=tuple(use_of(use, run) for use in run.uses),
-            pareto=tuple(map(curve.point, range(1, curve.worthwhile + 1))),
+            pareto=tuple(map(inputs.point, range(1, inputs.worthwhile + 1))),
             ladders=tuple(ladders.values()),
             asked=asked,
             notes=tuple(self._notes()),
@@ -633,13 +617,13 @@ class PlannedGraphs:
     def _exact(self) -> bool:
         if self.inputs.worst:  # the bound is of the mean
             return False
-        tolerance = EXACT * self.inputs.curve.problem.changeable
+        tolerance = EXACT * self.inputs.problem.changeable
         return self.best.least <= self.best.bound + tolerance
 
     @property
     def _changeable_us(self) -> float:
         """Of the mean step of the traffic: what the steps take that graphs make faster."""
-        alone = self.inputs.curve.alone
+        alone = self.inputs.alone
         return alone.changeable / alone.weight
 
     @property
@@ -654,15 +638,15 @@ class PlannedGraphs:
         name: str,
         plan: Plan,
     ) -> LadderPoint:
-        curve = self.inputs.curve
+        inputs = self.inputs
         run = Run(plan.lanes(), self.run.traffic, self.run.times)
         step = run.expected_us
-        near = curve.alone.infinite_us + NO_GAIN * self._changeable_us
+        near = inputs.alone.infinite_us + NO_GAIN * self._changeable_us
         return point_of(
             name,
             plan,
             run,
-            **curve.price(plan.keys),
+            **inputs.price(plan.keys),
             equal=self._point_within(step),
             alike=self._point_within(step + ALIKE * self._changeable_us),
             no_gain=step <= near,
@@ -671,9 +655,9 @@ class PlannedGraphs:
     def _point_within(self, expected_us: float) -> ParetoPoint | None:
         """The fewest graphs with which the traffic alone takes no longer."""
         goal = expected_us * (1 + 1e-9)
-        for graphs, step in enumerate(self.inputs.curve.steps):
+        for graphs, step in enumerate(self.inputs.steps):
             if step <= goal:
-                return self.inputs.curve.point(graphs)
+                return self.inputs.point(graphs)
         return None
 
     def _left_out(self) -> Iterator[tuple[Key, str]]:
@@ -703,7 +687,7 @@ class PlannedGraphs:
         return NO_GRAPH_GAIN if self._exact else UNPROVEN
 
     def _broken(self, keys: Sequence[Key]) -> tuple[PlanLimit, ...]:
-        cost = self.inputs.curve.price(capture_order(keys))
+        cost = self.inputs.price(capture_order(keys))
         limits = budget_of(self.inputs.config)  # an SLO or a draft model may lower max_graphs
         spent: dict[PlanLimit, Any] = {
             "max_graphs": len(keys),
@@ -753,30 +737,29 @@ class PlannedGraphs:
         every size.
         """
         inputs = self.inputs
-        curve = inputs.curve
-        problem = curve.problem
+        problem = inputs.problem
         better = self.best.total - WORTH * problem.changeable
         if better < problem.best_total:
             return ()
-        graphs = curve.fewest(better)
-        if inputs.config.budget.max_graphs is None and (graphs is None or graphs > curve.needed):
+        graphs = inputs.fewest(better)
+        if inputs.config.budget.max_graphs is None and (graphs is None or graphs > inputs.needed):
             return ()
         if graphs is None:
             every = [tuple(range(1, lane.sizes.size)) for lane in problem.lanes]
-            lists = problem.lists_of(tuple(every), inputs.base)
+            lists = problem.lists_of(tuple(every))
         else:
-            lists = curve.lists(graphs)
+            lists = inputs.lists(graphs)
         return self._broken(keys_of(lists, inputs.base))
 
     def _next_graph(self, binding: Sequence[PlanLimit]) -> NextGraph | None:
-        curve = self.inputs.curve
-        problem = curve.problem
+        inputs = self.inputs
+        problem = inputs.problem
         most = [int(lane.each.max()) for lane in problem.lanes]  # of a size
         graphs = len(self.plan.keys) + max(most, default=1)
         is_paid = not {"memory", "capture_time"} & {*binding}
-        if graphs > curve.graphs or not is_paid:
+        if graphs > inputs.graphs or not is_paid:
             return None
-        gain = max(self.best.total - float(curve.found.value[graphs]), 0.0)
+        gain = max(self.best.total - float(inputs.found.value[graphs]), 0.0)
         share = gain / max(problem.changeable, EXACT)
         return NextGraph(microseconds=gain / problem.weight, percent=100 * share)
 
@@ -806,7 +789,7 @@ class PlannedGraphs:
     def _verdict(self, ladder: LadderPoint | None) -> str:
         if self.plan.mode is CUDAGraphMode.NONE:
             return "nothing is captured: the resolved cudagraph_mode is NONE"
-        alone = self.inputs.curve.alone
+        alone = self.inputs.alone
         if not self.plan.keys:
             if self.inputs.failed and alone.saved > 0:
                 return f"no graph that saves time is left: {FAILED}"

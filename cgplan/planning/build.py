@@ -122,7 +122,7 @@ def _by_strides(
     firsts = [*strides, max(maximum, *strides) + 1]
     for first, end in pairwise(firsts):
         sizes.update(range(first, end, strides[first]))
-    return tuple(sorted(size for size in sizes if size <= maximum))
+    return tuple(sorted(sizes.intersection(range(maximum + 1))))
 
 
 LADDERS: Mapping[str, Ladder] = {
@@ -214,7 +214,7 @@ def ladder_sizes(
         sizes.add(q * seqs)
         if q > 1:
             sizes.update(q * number for number in ladder(seqs))
-    kept = tuple(sorted(size for size in sizes if size <= maximum))
+    kept = tuple(sorted(sizes.intersection(range(maximum + 1))))
     return CaptureSizes(kept, source)
 
 

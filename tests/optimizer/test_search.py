@@ -44,7 +44,7 @@ class Instance:
         return problem_of(self.lanes, self.traffic, self.times, self.plan, costs)
 
     def keys(self, problem: Problem, chosen: Chosen) -> list[Key]:
-        return [*keys_of(problem.lists_of(chosen, self.plan), self.plan)]
+        return [*keys_of(problem.lists_of(chosen), self.plan)]
 
 
 def bounds(query_len: int, max_num_seqs: int, max_num_batched_tokens: int) -> Plan:
