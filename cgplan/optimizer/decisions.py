@@ -659,8 +659,10 @@ class Planner:
             return
         plan = build_plan(config)
         traffic = self._simulated(config, plan, requests)
-        tokens, reqs, *_ = traffic.columns.max(axis=1)
-        for name, largest in (("max_num_seqs", reqs), ("max_num_batched_tokens", tokens)):
+        batches, _ = traffic.columns
+        bounds = {"max_num_seqs": batches.num_reqs, "max_num_batched_tokens": batches.num_tokens}
+        for name, sizes in bounds.items():
+            largest = sizes.max()
             bound = getattr(plan, name)
             for value in (bound // 2, 2 * bound):
                 if not value or largest < min(bound, value + 1):

@@ -19,12 +19,6 @@ EAGER = Lane(CUDAGraphMode.NONE, False, 0)
 Lists = Mapping[Lane, Sequence[int]]  # sizes of graphs in tokens, ascending, at least one each
 
 
-def columns_of(traffic: Traffic) -> tuple[Any, Any]:
-    """A StepShape of arrays, and the weights."""
-    tokens, reqs, uniform, loras, weight = traffic.columns
-    return StepShape(tokens, reqs, uniform > 0, loras), weight
-
-
 def stride_of(
     lane: Lane,
     plan: Plan,
@@ -165,7 +159,7 @@ class Steps:
         lane: Lane,
         batch: StepShape,
     ) -> Any:
-        """Whether the lane is for a batch, or for each of ``columns_of``."""
+        """Whether the lane is for a batch, or for each of ``Traffic.columns``."""
         return lane.serves(batch.uniform, batch.num_active_loras, self.apart)
 
     def may_run(
@@ -219,7 +213,7 @@ class Run(Steps):
         times: StepTimes,
     ) -> None:
         self.traffic = traffic
-        batches, self.weights = columns_of(traffic)
+        batches, self.weights = traffic.columns
         super().__init__(lists, batches, times, traffic.apart)
 
     @property

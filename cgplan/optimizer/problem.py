@@ -31,7 +31,6 @@ import numpy as np
 from cgplan.modes import CUDAGraphMode, Key
 from cgplan.optimizer.lanes import (
     Lists,
-    columns_of,
     largest_of,
     list_stride,
     stride_of,
@@ -411,7 +410,7 @@ def problem_of(
     Raises:
         StepTimeError: step times of a lane's mode, or of eager steps, are missing.
     """
-    batches, weights = columns_of(traffic)
+    batches, weights = traffic.columns
     offers = []
     serves = []
     has_graphs = False

@@ -315,7 +315,8 @@ class PlanInputs:
         for lane in self.lanes:
             stride = stride_of(lane, self.base)
             every = range(stride, largest_of(lane, self.base) + 1, stride)
-            if costs.falls(lane.mode, every):
+            pools = [costs.pool_bytes(lane.mode, size) for size in every]
+            if pools != sorted(pools):
                 return True
         return False
 

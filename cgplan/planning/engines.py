@@ -16,7 +16,7 @@ from math import gcd
 from typing import Any, Literal, NamedTuple
 
 from cgplan.config import LoadedConfig, Override, loaded_config
-from cgplan.config.messages import Path_
+from cgplan.config.messages import Places
 from cgplan.errors import ConfigError, did_you_mean
 from cgplan.modes import RUNTIME_MODES, CUDAGraphMode
 from cgplan.planning.build import build_plan, ladder_sizes
@@ -113,15 +113,16 @@ def read_vllm(
     runner, said = _runner(runner, speculative_method)
     notes = [said, *_ignored(given)]
     asked = {name: given[name] for name in _TAKEN_OVER if given.get(name) is not None}
-    compilation = {**_DEFAULTS, **asked, "key_rules": f"vllm_{runner}"}
-    bounds = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
-    data: dict[str, dict[str, Any]] = {
-        "compilation": compilation,
-        "scheduler": {name: value for name, value in bounds.items() if value is not None},
+    options: dict[str, Any] = {
+        "scheduler.max_num_seqs": max_num_seqs,
+        "scheduler.max_num_batched_tokens": max_num_batched_tokens,
+        "lora.max_loras": max_loras,
+        "lora.specialize_active_lora": None if max_loras is None else specialize_active_lora,
     }
     if num_speculative_tokens:
-        method = None if speculative_method in _METHODS_OF_V1 else speculative_method
-        data["speculative"] = {"num_speculative_tokens": num_speculative_tokens, "method": method}
+        options["speculative.num_speculative_tokens"] = num_speculative_tokens
+        if speculative_method not in _METHODS_OF_V1:
+            options["speculative.method"] = speculative_method
     elif speculative_method:
         raise ConfigError(
             f"--speculative-method {speculative_method}: the number of drafts is missing",
@@ -132,20 +133,22 @@ def read_vllm(
             "the speculative method was not given: graphs of a draft model, which eagle and mtp "
             "have, are not counted"
         )
-    if max_loras is not None:
-        data["lora"] = {"max_loras": max_loras, "specialize_active_lora": specialize_active_lora}
-    origins = _origins(data, asked)
-    mode, level = str(compilation["cudagraph_mode"]), given.get("mode")
+    found = [
+        *_overrides(asked, options),
+        Override(f"compilation.key_rules=vllm_{runner}", "--runner"),
+    ]
+    mode = str(asked.get("cudagraph_mode", _DEFAULTS["cudagraph_mode"]))
+    level = given.get("mode")
     is_compiled = level in (None, _MODES.index("VLLM_COMPILE"))
     if not is_compiled and "PIECEWISE" in mode.upper():
-        compilation["cudagraph_mode"] = "NONE"
-        origins["compilation", "cudagraph_mode"] = f"{OPTION}, mode {level}"
+        found.append(Override("compilation.cudagraph_mode=NONE", f"{OPTION}, mode {level}"))
         notes.append(
             f"cudagraph_mode {mode} -> NONE: vLLM has PIECEWISE graphs with mode 3 only, mode is "
             f"{level}"
         )
     overrides = tuple(overrides)
-    loaded = loaded_config(data, OPTION, overrides, origins)
+    places: Places = {("compilation", name): OPTION for name in asked}
+    loaded = loaded_config({"compilation": asked}, OPTION, (*found, *overrides), places)
     config = loaded.config
     if config.compilation.cudagraph_capture_sizes is None:
         every = 32 if performance_mode == "interactivity" else 0
@@ -153,11 +156,10 @@ def read_vllm(
         usual = ladder_sizes(config, "vllm", every=every).sizes
         sizes = widest if blackwell else usual
         if every or blackwell:
-            compilation["cudagraph_capture_sizes"] = sizes
-            compilation["max_cudagraph_capture_size"] = None
+            asked["max_cudagraph_capture_size"] = None
             option = "--performance-mode" if every else "--blackwell"
-            origins["compilation", "cudagraph_capture_sizes"] = option
-            loaded = loaded_config(data, OPTION, overrides, origins)
+            found.append(Override(f"compilation.cudagraph_capture_sizes={[*sizes]}", option))
+            loaded = loaded_config({"compilation": asked}, OPTION, (*found, *overrides), places)
         if sizes != widest:
             notes.append(
                 f"vLLM's sizes end at {sizes[-1]}, and on GPUs of compute capability 10.x (B200, "
@@ -166,8 +168,8 @@ def read_vllm(
     doubled = ""
     if performance_mode == "throughput":
         doubled = ", and --performance-mode throughput doubles it"
-    for name, value in bounds.items():
-        if value is None:
+    for name in ("max_num_seqs", "max_num_batched_tokens"):
+        if options[f"scheduler.{name}"] is None:
             notes.append(
                 f"--{name.replace('_', '-')} was not given: {getattr(config.scheduler, name)} was "
                 f"taken, vLLM's default depends on the GPU{doubled}"
@@ -208,18 +210,15 @@ def _ignored(given: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def _origins(
-    data: Mapping[str, Mapping[str, Any]],
-    asked: Mapping[str, Any],
-) -> dict[Path_, str]:
-    found: dict[Path_, str] = {("compilation", "key_rules"): "--runner"}
-    for section, values in data.items():
-        for name in values:
-            option = f"--{name.replace('_', '-')}"
-            if section == "compilation":
-                option = OPTION if name in asked else "vLLM's default"
-            found.setdefault((section, name), option)
-    return found
+def _overrides(asked: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[Override]:
+    """vLLM's defaults for what is not asked for, and its options by dotted names."""
+    for name, value in _DEFAULTS.items():
+        if name not in asked:
+            yield Override(f"compilation.{name}={value}", "vLLM's default")
+    for name, value in options.items():
+        if value is not None:
+            option = name.partition(".")[2].replace("_", "-")
+            yield Override(f"{name}={value}", f"--{option}")
 
 
 def describe_batches(plan: Plan) -> Iterator[str]:

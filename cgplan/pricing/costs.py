@@ -217,11 +217,13 @@ class GraphCosts:
         priced = [(key.mode, key.has_lora) for key in self._keys]
         self.notes = (*notes, *stand_in_notes(config, priced))
         self._pools: dict[CUDAGraphMode, Points] = {}
+        every = list[int]()
         for mode, points in pools.items():
             sizes, reserved = zip(*sorted(points), strict=True)
             # a pool that holds a size holds every smaller one
             self._pools[mode] = list(zip(sizes, accumulate(reserved, max), strict=True))
-        self._unit = unit_of(nbytes for points in pools.values() for _, nbytes in points)
+            every += reserved
+        self._unit = unit_of(every)
 
     @classmethod
     def from_report(
@@ -246,7 +248,9 @@ class GraphCosts:
             per_node[mode] = nbytes / max(nodes, 1)
             largest[mode] = max(record.descriptor.elements for record in own)
         first, *others = by_mode[records[0].mode]
-        once = max(first.seconds - others[0].seconds, 0.0) if others else 0.0
+        once = 0.0
+        if others:
+            once = max(first.seconds - others[0].seconds, once)
         keys = []
         pools = {}
         pool = 0
@@ -372,20 +376,6 @@ class GraphCosts:
         """As the function ``static_bytes``."""
         return static_bytes(self.config, num_tokens, sizes)
 
-    def falls(
-        self,
-        mode: CUDAGraphMode,
-        sizes: Iterable[int],
-    ) -> bool:
-        """Whether a larger one of these sizes has a smaller pool, against the contract."""
-        held = 0
-        for size in sizes:
-            pool = self.pool_bytes(mode, size)
-            if pool < held:
-                return True
-            held = pool
-        return False
-
     def pool_bytes(
         self,
         mode: CUDAGraphMode,
@@ -412,7 +402,8 @@ class GraphCosts:
 
     def driver_bytes(self, key: Key) -> int:
         """The driver's memory for one key, on average: the driver takes chunks."""
-        return max(round(self._of(key, "driver_bytes")), 0)
+        found = self._of(key, "driver_bytes")
+        return max(round(found), 0)
 
     def seconds(self, key: Key) -> float:
         """Warm-ups and capture of one key."""

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pydantic import ValidationError
 
@@ -16,10 +16,6 @@ from cgplan.config.values import Record
 from cgplan.errors import TrafficError
 from cgplan.planning import Plan
 from cgplan.units import format_microseconds, grouped
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
 
 MOST_BATCHED_TOKENS = 1 << 20  # the largest bound that a configuration may state
 
@@ -169,12 +165,13 @@ class Traffic(Record):
         )
 
     @cached_property
-    def columns(self) -> npt.NDArray[np.float64]:
-        """Tokens, requests, whether uniform, adapters and weight of each shape: [5, shapes]."""
+    def columns(self) -> tuple[Any, Any]:
+        """A StepShape of arrays, and the weights."""
         import numpy as np  # takes longer than all of planning, and most commands do without
 
         rows = [(*shape, weight) for shape, weight in self.histogram]
-        return np.array(rows, dtype=np.float64).T
+        tokens, reqs, uniform, loras, weights = np.array(rows, dtype=np.float64).T
+        return StepShape(tokens, reqs, uniform > 0, loras), weights
 
     @cached_property
     def total(self) -> float:
