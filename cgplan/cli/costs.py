@@ -12,7 +12,6 @@ from cgplan.config import Config, LoadedConfig
 from cgplan.config.load import read_text
 from cgplan.errors import CaptureMemoryError, CgplanError, ModelError, ReportError
 from cgplan.modes import Key
-from cgplan.optimizer.subset import within_count
 from cgplan.planning import Plan, build_plan
 from cgplan.planning.difference import mismatches, named
 from cgplan.planning.plan import Machine
@@ -91,6 +90,8 @@ def _check_modes(
     path: str,
     config: Config,
 ) -> None:
+    from cgplan.optimizer.subset import within_count
+
     plan = within_count(build_plan(config), config)
     told = {record.mode for record in report.records}
     told.update(mode for mode, _ in uncapturable(report.failed))

@@ -31,7 +31,6 @@ from cgplan.errors import (
 )
 from cgplan.modes import CUDAGraphMode
 from cgplan.optimizer.evidence import Evidence
-from cgplan.optimizer.subset import within_count
 from cgplan.planning import Plan, build_plan
 from cgplan.planning.build import refuse_auto
 from cgplan.planning.difference import machine_changes, named
@@ -47,7 +46,6 @@ from cgplan.planning.plan import RULES, Machine
 from cgplan.reports import load_plan
 from cgplan.reports.plan_tables import brief, said
 from cgplan.reports.records import BenchReport, parse_report
-from cgplan.reports.run_tables import unsure
 from cgplan.units import listed
 
 SAME_STEPS = (  # settings that do not change how long a step takes
@@ -276,6 +274,7 @@ def _by_ladder(
     one_list: bool,
 ) -> Plan:
     from cgplan.optimizer.lint import lint_without_traffic  # numpy from here on
+    from cgplan.optimizer.subset import within_count
 
     plan = priced.plan_of(within_count(build_plan(config), config, one_list=one_list))
     note = (
@@ -405,6 +404,8 @@ def _doubts(
 ) -> Iterator[str]:
     if not re.search(r'"kind":\s*"bench"', text):
         return
+    from cgplan.reports.run_tables import unsure
+
     report = parse_report(text, file)
     assert isinstance(report, BenchReport)
     subject = f"the step times of {file}"

@@ -22,7 +22,6 @@ from cgplan.optimizer.propose import (
     PlannedGraphs,
     plan_graphs,
     point_of,
-    use_of,
     with_sizes,
 )
 from cgplan.planning import Plan, build_plan
@@ -231,7 +230,7 @@ class Planner:
             points=tuple(points),
             regret=regret,
             decode_regret=of_decode,
-            uses=tuple(use_of(use, run) for use in run.uses),
+            uses=run.uses,
             verdict=times.doubt + verdict,
             slo_missed=missed,
         )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
 
 from cgplan.modes import CUDAGraphMode, Key
+from cgplan.optimizer.evidence import SizeUse
 from cgplan.planning.plan import Lane, Plan, capture_order
 from cgplan.traffic.histogram import StepShape, Traffic
 from cgplan.traffic.simulation import StepTime
@@ -70,30 +70,6 @@ def keys_of(
             )
             keys.append(key)
     return capture_order(keys)
-
-
-@dataclass(frozen=True)
-class Use:
-    """The batches that one graph runs, or that run eagerly (lane EAGER, size None): sums over them,
-    by their weights.
-
-    ``unpadded``: microseconds if each ran at its own size.
-    """
-
-    lane: Lane
-    size: int | None
-    weight: float
-    tokens: float
-    microseconds: float
-    unpadded: float
-
-    @property
-    def padding(self) -> float:
-        """Share of the tokens that run which are padding, from 0 to 1."""
-        if self.size is None:
-            return 0.0
-        ran = self.weight * self.size
-        return 1 - self.tokens / ran
 
 
 class Steps:
@@ -255,7 +231,7 @@ class Run(Steps):
         return 1 - tokens / ran
 
     @cached_property
-    def uses(self) -> tuple[Use, ...]:
+    def uses(self) -> tuple[SizeUse, ...]:
         """An entry for each graph that runs a batch, in the order of lanes and sizes, and last one
         for eager steps.
         """
@@ -280,17 +256,22 @@ class Run(Steps):
         size: int | None,
         here: Any,
         own: Any,
-    ) -> Use:
+    ) -> SizeUse:
         weight = self.weights[here]
-        tokens = self._tokens[here]
-        time = self.microseconds[here]
-        return Use(
-            lane,
-            size,
-            weight=float(weight.sum()),
-            tokens=float(weight @ tokens),
-            microseconds=float(weight @ time),
-            unpadded=float(weight @ own),
+        total = float(weight.sum())
+        padding = 0.0
+        if size is not None:
+            tokens = float(weight @ self._tokens[here])
+            padding = 1 - tokens / (total * size)
+        time = float(weight @ self.microseconds[here])
+        unpadded = float(weight @ own)
+        return SizeUse(
+            **lane._asdict(),
+            size=size,
+            share=total / self.traffic.total,
+            padding=padding,
+            step_us=time / total,
+            own_us=unpadded / total,
         )
 
     def gain_of(

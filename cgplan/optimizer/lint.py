@@ -172,7 +172,7 @@ def _uneven_sizes(plan: Plan) -> Iterator[str]:
 
 def _lora_cases(plan: Plan, run: Run) -> Iterator[str]:
     most = plan.max_loras or 0
-    used = {use.lane.num_active_loras for use in run.uses if use.size is not None}
+    used = {use.num_active_loras for use in run.uses if use.size is not None}
     cases = [key.num_active_loras for _, key in plan.keys]
     loras = run.batches.num_active_loras
     largest = int(loras.max())
@@ -206,19 +206,20 @@ def _lora_cases(plan: Plan, run: Run) -> Iterator[str]:
 def _wide_steps(run: Run) -> Iterator[str]:
     """Graphs where more than a quarter of the tokens that run are padding, and that takes time."""
     for use in run.uses:
-        lost, share = use.microseconds - use.unpadded, use.weight / run.traffic.total
-        if use.padding > WIDE and share >= SELDOM and lost >= SELDOM * use.microseconds:
+        assert use.step_us
+        assert use.own_us
+        lost = use.step_us - use.own_us
+        if use.padding > WIDE and use.share >= SELDOM and lost >= SELDOM * use.step_us:
+            tokens = (use.size or 0) * (1 - use.padding)
             yield (
                 f"{use.lane} at {use.size} tokens: {use.padding:.0%} of what runs is padding, in "
-                f"{share:.1%} of the "
-                f"steps; its batches have {use.tokens / use.weight:.4g} tokens on average, and "
-                "would take "
-                f"{format_microseconds(lost / use.weight)} less at their own sizes"
+                f"{use.share:.1%} of the steps; its batches have {tokens:.4g} tokens on average, "
+                f"and would take {format_microseconds(lost)} less at their own sizes"
             )
 
 
 def _unused_modes(plan: Plan, run: Run) -> Iterator[str]:
-    used = {use.lane.mode for use in run.uses}
+    used = {use.mode for use in run.uses}
     for mode in (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE):
         number = sum(key_mode is mode for key_mode, _ in plan.keys)
         if number and mode not in used:

@@ -36,7 +36,6 @@ from cgplan.optimizer.evidence import (
     NextGraph,
     ParetoPoint,
     PlanLimit,
-    SizeUse,
     ladder_words,
     limit_words,
     of_costs,
@@ -44,7 +43,6 @@ from cgplan.optimizer.evidence import (
 from cgplan.optimizer.lanes import (
     Lists,
     Run,
-    Use,
     keys_of,
     largest_of,
     stride_of,
@@ -571,7 +569,7 @@ class PlannedGraphs:
             lanes=tuple(
                 LaneSizes(**lane._asdict(), sizes=sizes) for lane, sizes in plan.lanes().items()
             ),
-            uses=tuple(use_of(use, run) for use in run.uses),
+            uses=run.uses,
             pareto=tuple(map(inputs.point, range(1, inputs.worthwhile + 1))),
             ladders=tuple(ladders.values()),
             asked=asked,
@@ -818,17 +816,6 @@ class PlannedGraphs:
         if change < -NO_GAIN:
             return f"steps that graphs run are {-change:.1%} shorter than {theirs}, with {graphs}"
         return f"steps within 1% of those {theirs}, with {graphs}"
-
-
-def use_of(use: Use, run: Run) -> SizeUse:
-    return SizeUse(
-        **use.lane._asdict(),
-        size=use.size,
-        share=use.weight / run.traffic.total,
-        padding=use.padding,
-        step_us=use.microseconds / use.weight,
-        own_us=use.unpadded / use.weight,
-    )
 
 
 def point_of(name: str, plan: Plan, run: Run, **more: Any) -> LadderPoint:

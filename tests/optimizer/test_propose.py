@@ -114,9 +114,10 @@ def test_traffic_through_a_plan() -> None:
     assert (eager.size, eager.padding) == (None, 0.0)
     assert run.expected_us == pytest.approx((2 * 140 + 460 + 1000) / 4)
     assert run.padding == pytest.approx(8 / 44)
-    assert (decode_part.microseconds, decode_part.unpadded) == (
-        pytest.approx(280),
-        pytest.approx(260),
+    assert (decode_part.share, decode_part.step_us, decode_part.own_us) == (
+        pytest.approx(0.5),
+        pytest.approx(140),
+        pytest.approx(130),
     )
 
 
@@ -531,7 +532,8 @@ def test_what_a_key_more_would_bring_is_what_it_brings(
         after = Run(plans.lists_of([*keys, key]), seen, TIMES)
         weight, gain = before.gain_of(lane, size)
         assert weight == pytest.approx(
-            sum(use.weight for use in after.uses if (use.lane, use.size) == (lane, size))
+            seen.total
+            * sum(use.share for use in after.uses if (use.lane, use.size) == (lane, size))
         )
         assert gain == pytest.approx(before.expected_us - after.expected_us, abs=1e-9)
 
