@@ -16,6 +16,7 @@ from cgplan.optimizer.propose import PlanInputs, plan_graphs
 from cgplan.planning import Plan, build_plan
 from cgplan.planning.plan import Lane, capture_order
 from cgplan.pricing.costs import GraphCosts
+from cgplan.traffic.histogram import Traffic
 
 PIECEWISE, FULL = CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
 
@@ -29,8 +30,9 @@ class Proposed(NamedTuple):
         return cls(plan, Evidence.model_validate(plan.evidence))
 
 
-def propose(*given: Any, **options: Any) -> Proposed:
-    return Proposed.of(plan_graphs(PlanInputs(*given, **options)).explained())
+def propose(config: Config, traffic: Any, *given: Any, **options: Any) -> Proposed:
+    loads = [(traffic, 1.0)] if isinstance(traffic, Traffic) else traffic
+    return Proposed.of(plan_graphs(PlanInputs(config, loads, *given, **options)).explained())
 
 
 def propose_boxes(*given: Any, **options: Any) -> Proposed:

@@ -165,7 +165,7 @@ class PlanInputs:
     """What a plan is made for, and the curve: the best plans by their number of graphs alone.
 
     Attributes:
-        traffic: Several traffics share the steps by their weights.
+        loads: They share the steps by their weights.
         costs: Absent: only ``budget.max_graphs`` bounds the plan.
         failed: Keys that the plan does without, each with the reason.
         insurance: This share of the steps, below 1, is that of ``Traffic.unseen`` while sizes are
@@ -178,7 +178,7 @@ class PlanInputs:
     """
 
     config: Config
-    traffic: Traffic | WeightedTraffic
+    loads: WeightedTraffic
     times: StepTimes
     costs: GraphCosts | None = None
     failed: Mapping[Key, str] = field(default_factory=dict)
@@ -200,11 +200,6 @@ class PlanInputs:
             draft_decode_keys=(),
             warnings=(),
         )
-
-    @cached_property
-    def loads(self) -> WeightedTraffic:
-        given = self.traffic
-        return [(given, 1.0)] if isinstance(given, Traffic) else given
 
     @cached_property
     def seen(self) -> Traffic:

@@ -217,8 +217,8 @@ class StartLog:
         )
 
 
-def logged_steps(text: str) -> Iterator[tuple[tuple[CUDAGraphMode, int, bool], float]]:
-    """((runtime mode, tokens that ran, whether it prefills), microseconds) of each step of vLLM's
+def logged_steps(text: str) -> Iterator[tuple[CUDAGraphMode, int, float, bool]]:
+    """(runtime mode, tokens that ran, microseconds, whether it prefills) of each step of vLLM's
     ``--enable-logging-iteration-details``.
 
     The mode and the sizes of the start before a step tell its graph. Steps before the first start,
@@ -243,4 +243,4 @@ def logged_steps(text: str) -> Iterator[tuple[tuple[CUDAGraphMode, int, bool], f
                 runs = CUDAGraphMode.NONE
             if runs is not CUDAGraphMode.NONE:
                 tokens = sizes[place]
-            yield (runs, tokens, prefilled > 0), float(step[5]) * 1e3
+            yield runs, tokens, float(step[5]) * 1e3, prefilled > 0

@@ -191,7 +191,7 @@ def _proposal(
         bounds = config.scheduler.changed(max_num_batched_tokens=most)
         limited = config.changed(scheduler=bounds)
     lost = uncapturable(captured.failed.values())
-    planned = plan_graphs(PlanInputs(limited, traffic, times, costs, lost))
+    planned = plan_graphs(PlanInputs(limited, [(traffic, 1.0)], times, costs, lost))
     return planned.explained().changed(
         max_num_batched_tokens=tokens,
         config_hash=config_hash(config),

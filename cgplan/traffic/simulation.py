@@ -78,13 +78,7 @@ class RequestTrace(NamedTuple):
         return self._replace(requests=by_arrival[:most])
 
     def spread(self, replicas: int) -> RequestTrace:
-        """Requests of one of ``replicas`` servers behind a round-robin balancer. Raises
-        TrafficError for fewer than 1.
-        """
-        if replicas < 1:
-            raise TrafficError(
-                f"{replicas} replicas serve no request", remedy="Give 1 replica or more."
-            )
+        """Requests of one of ``replicas`` servers, 1 or more, behind a round-robin balancer."""
         if replicas == 1:
             return self
         by_arrival = sorted(self.requests, key=attrgetter("arrival_us"))
@@ -190,7 +184,8 @@ def simulate(
         )
     engine = _Engine(bounds, trace.requests)
     engine.run(step_time)
-    lasted = max(engine.now - engine.times[0], 1)
+    lasted = engine.now - engine.times[0]
+    lasted = max(lasted, 1)
     apart = "" if bounds.mixes else " apart from decode, prefill first"
     other = "other " if trace.cached else ""
     service = engine.service(lasted)
@@ -521,10 +516,13 @@ class _Engine:
         last = times[-1]
         lasted = last - self.last_empty
         came = len(times) - self.came_before
-        wait = max(rank.last_admission for rank in self.ranks) - last
-        is_long = lasted > (last - times[0]) / 2
+        admitted = max(rank.last_admission for rank in self.ranks)
+        wait = admitted - last
+        half = (last - times[0]) / 2
+        is_long = lasted > half
         by_chance = 3 * math.sqrt(came)
-        is_deep = self.length > max(came / 20, by_chance)
+        by_load = came / 20
+        is_deep = self.length > max(by_load, by_chance)
         is_slow = came * wait > lasted * self.length
         if not (is_long and is_deep and is_slow):
             return []

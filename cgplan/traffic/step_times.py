@@ -90,11 +90,11 @@ DEFAULT_POINTS: Points = {
 
 class Timed(NamedTuple):
     mode: CUDAGraphMode
-    case: int  # of LoRA
     tokens: int  # that ran
     microseconds: float
-    is_prefill: bool = False
     is_mixed: bool = False  # or may be, where the mode is FULL
+    is_prefill: bool = False
+    case: int = 0  # of LoRA
 
 
 class _TableRow(Record):
@@ -106,7 +106,7 @@ class _TableRow(Record):
     @property
     def runs(self) -> list[Timed]:
         case = self.num_active_loras
-        return [Timed(self.mode, case, self.num_tokens, self.microseconds, is_mixed=True)]
+        return [Timed(self.mode, self.num_tokens, self.microseconds, True, case=case)]
 
 
 class _Server(BaseModel):
@@ -141,7 +141,7 @@ class _ServedRow(Record):
     @property
     def runs(self) -> list[Timed]:
         mode = self.server_info.mode if self.mode is None else self.mode
-        return [Timed(mode, 0, self.max_concurrency, self.median_itl_ms * 1e3)]
+        return [Timed(mode, self.max_concurrency, self.median_itl_ms * 1e3)]
 
 
 class _BatchRow(Record):
@@ -154,10 +154,10 @@ class _BatchRow(Record):
     @property
     def runs(self) -> Iterator[Timed]:
         prompts = self.batch_size * self.input_len
-        yield Timed(CUDAGraphMode.NONE, 0, prompts, self.prefill_latency * 1e6, True)
+        yield Timed(CUDAGraphMode.NONE, prompts, self.prefill_latency * 1e6, is_prefill=True)
         if self.median_decode_latency is not None:
             mode = CUDAGraphMode.NONE if self.run_name == EAGER else CUDAGraphMode.FULL
-            yield Timed(mode, 0, self.batch_size, self.median_decode_latency * 1e6)
+            yield Timed(mode, self.batch_size, self.median_decode_latency * 1e6)
 
 
 class _ServedBatchRow(Record):
@@ -172,7 +172,7 @@ class _ServedBatchRow(Record):
     def runs(self) -> list[Timed]:
         mode = CUDAGraphMode.NONE if self.run_name == EAGER else CUDAGraphMode.FULL
         rate = self.steady_state_output_throughput or self.output_throughput
-        return [Timed(mode, 0, self.batch_size, self.batch_size / rate * 1e6)]
+        return [Timed(mode, self.batch_size, self.batch_size / rate * 1e6)]
 
 
 class _Query(BaseModel):
@@ -187,7 +187,7 @@ class _ForwardRow(Record):
     def runs(self) -> list[Timed]:
         each = [request.query_len for request in self.requests]
         is_mixed = len(set(each)) > 1
-        return [Timed(CUDAGraphMode.FULL, 0, sum(each), self.median_us, is_mixed=is_mixed)]
+        return [Timed(CUDAGraphMode.FULL, sum(each), self.median_us, is_mixed)]
 
 
 class _Point(BaseModel):
@@ -208,7 +208,7 @@ class _PointRow(Record):
         prompts = self.point.total_prefill_tokens
         if prompts and mode is not CUDAGraphMode.NONE:
             return []
-        return [Timed(mode, 0, prompts or size, self.wall_time * 1e6, prompts > 0)]
+        return [Timed(mode, prompts or size, self.wall_time * 1e6, is_prefill=prompts > 0)]
 
 
 class _PassRow(Record):
@@ -224,7 +224,7 @@ class _PassRow(Record):
         prompts = self.total_prefill_tokens
         mode = CUDAGraphMode.NONE if prompts else self.mode
         size = prompts or self.batch_size
-        return [Timed(mode, 0, size, self.latency_ms * 1e3, prompts > 0)]
+        return [Timed(mode, size, self.latency_ms * 1e3, is_prefill=prompts > 0)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -501,9 +501,7 @@ class StepTimes(Record):
         path: str | Path,
     ) -> StepTimes:
         """``load`` from the text of the file; ``path`` names it in messages."""
-        steps = []
-        for (mode, size, is_mixed), time in logged_steps(text):
-            steps.append(Timed(mode, 0, size, time, is_mixed=is_mixed))
+        steps = [Timed(*step) for step in logged_steps(text)]
         if steps:
             return _of_runs(steps, median, path, f"the log of vLLM, {path}", [_OF_LOG])
         is_json = text.lstrip().startswith(("{", "["))
@@ -791,8 +789,8 @@ def _of_runs(
     notes: Iterable[str] = (),
 ) -> StepTimes:
     """``pick`` chooses where a size ran several times."""
-    times = grouped((run[:3], run.microseconds) for run in runs)
     points: dict[tuple[CUDAGraphMode, int], dict[int, float]] = {}
+    times = grouped(((run.mode, run.case, run.tokens), run.microseconds) for run in runs)
     for (mode, case, size), found in times.items():
         if size <= MOST_BATCHED_TOKENS:
             points.setdefault((mode, case), {})[size] = pick(found)
@@ -826,11 +824,11 @@ def _saved(
     for record in found.records:
         ran = record.descriptor
         case = ran.num_active_loras
-        runs.append(Timed(CUDAGraphMode.NONE, case, record.num_tokens, record.eager.median))
+        eager = record.eager.median
+        runs.append(Timed(CUDAGraphMode.NONE, record.num_tokens, eager, case=case))
         if record.mode is not CUDAGraphMode.NONE and record.graph is not None:
-            is_mixed = not ran.uniform
             time = record.graph.median
-            runs.append(Timed(record.mode, case, ran.num_tokens, time, is_mixed=is_mixed))
+            runs.append(Timed(record.mode, ran.num_tokens, time, not ran.uniform, case=case))
     source = f"{path}, {found.device}" if found.device else str(path)
     times = _of_runs(runs, max, path, source)
     if found.backend != TAPE:

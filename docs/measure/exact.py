@@ -205,7 +205,7 @@ def lists(cases, seed):
                 if not has_decode or all(size % query == 0 or size > decode for size in sizes):
                     best = min(best, step)
         try:
-            found = plan_graphs(PlanInputs(config, traffic, times, one_list=True))
+            found = plan_graphs(PlanInputs(config, [(traffic, 1.0)], times, one_list=True))
         except BudgetError:
             continue
         tried += 1

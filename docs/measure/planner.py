@@ -61,7 +61,7 @@ def extreme():
         config = validate_config({**MODE, "scheduler": scheduler, "budget": budget})
         costs = GraphCosts(keys, pools, config, source="made up", workspace_bytes=32 * mib)
         start, cpu = time.perf_counter(), time.process_time()
-        plan = plan_graphs(PlanInputs(config, Traffic.of(seen, "made up"), times, costs)).explained()
+        plan = plan_graphs(PlanInputs(config, [(Traffic.of(seen, "made up"), 1.0)], times, costs)).explained()
         evidence = Evidence.model_validate(plan.evidence)
         print(
             f"{budget['memory'] // mib} MiB: {evidence.graphs} graphs, gap {evidence.gap:.2%}, "
@@ -113,7 +113,7 @@ def main():
             trace = synthetic_requests(config.traffic, plan) if section else read_traffic(TRACE, plan, speedup=speed)
             traffic = simulate(trace, SchedulerBounds.of(plan), step_clock(plan, times))
             simulated = time.perf_counter() - start
-            plan = plan_graphs(PlanInputs(config, traffic, times, costs)).explained()
+            plan = plan_graphs(PlanInputs(config, [(traffic, 1.0)], times, costs)).explained()
             evidence = Evidence.model_validate(plan.evidence)
             planned = time.perf_counter() - start - simulated
             ladders = {ladder.name: ladder for ladder in evidence.ladders}

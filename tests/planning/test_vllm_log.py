@@ -283,15 +283,17 @@ def test_costs_of_a_log_without_drafts_say_that_drafts_are_not_priced() -> None:
 def test_steps_run_in_the_graphs_of_the_start_before_them() -> None:
     found = [*logged_steps(LOG)]
     assert found == [
-        ((PIECEWISE, 16, True), 9000),
-        ((FULL, 4, False), 2000),
-        ((FULL, 4, False), 2200),
-        ((FULL, 4, False), 90000),
-        ((NONE, 62, True), 20000),
+        (PIECEWISE, 16, 9000, True),
+        (FULL, 4, 2000, False),
+        (FULL, 4, 2200, False),
+        (FULL, 4, 90000, False),
+        (NONE, 62, 20000, True),
     ]
     assert next(logged_steps(LOG.replace("FULL_AND_PIECEWISE: (2, 1)", "NONE: 0"))) == (
-        (NONE, 12, True),
+        NONE,
+        12,
         9000,
+        True,
     )
     assert [*logged_steps(LOG.partition("\n")[2])] == []
 

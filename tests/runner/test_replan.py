@@ -895,7 +895,7 @@ def test_a_plan_from_the_report_of_a_lazy_runner_knows_what_failed(tmp_path: Pat
         4: "HostSyncError"
     }
     traffic = runner.stats.traffic()
-    inputs = PlanInputs(runner.config, traffic, TIMES, failed=priced.failed)
+    inputs = PlanInputs(runner.config, [(traffic, 1.0)], TIMES, failed=priced.failed)
     plan = plan_graphs(inputs).plan
     assert plan.capture_sizes == (2, 16)
     runner.close()
