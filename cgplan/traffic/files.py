@@ -241,8 +241,7 @@ def read_traffic(
         TrafficError: the file cannot be read, has none of these forms, holds no batch, or has a
             wrong row.
     """
-    text = _text_of(path)
-    path = Path(str(path).rpartition("://")[2])
+    text, path = _read(path)
     found = _traffic_of(text, path, plan, request_rate)
     if isinstance(found, RequestTrace):
         return found.hurried(speedup)
@@ -275,8 +274,7 @@ def read_sizes(path: str | Path, dims: Sequence[Dim], plan: Plan) -> SizeCounts:
         TrafficError: the file cannot be read, has other columns, holds no batch up to the max of
             its dimensions, or has a wrong row.
     """
-    text = _text_of(path)
-    path = Path(str(path).rpartition("://")[2])
+    text, path = _read(path)
     most = {dim.name: dim.max for dim in dims}
     names = tuple(most)
     column = "weight" if "count" in most else "count"
@@ -332,7 +330,8 @@ def synthetic_requests(made: TrafficConfig, plan: Plan) -> RequestTrace:
     )
 
 
-def _text_of(path: str | Path) -> str:
+def _read(path: str | Path) -> tuple[str, Path]:
+    """Its text, and its name in messages."""
     if str(path).startswith(("http://", "https://")):
         from urllib.request import urlopen
 
@@ -354,7 +353,7 @@ def _text_of(path: str | Path) -> str:
         )
     if not text.strip():
         raise TrafficError(f"{path} is empty", remedy="Give a file with traffic in it.")
-    return text
+    return text, Path(str(path).rpartition("://")[2])
 
 
 def _traffic_of(

@@ -202,7 +202,7 @@ def raw_rows(
             path,
             error,
         )
-    return _csv_rows(
+    return csv_rows(
         text,
         path,
         error,
@@ -263,7 +263,7 @@ def short(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _csv_rows(
+def csv_rows(
     text: str,
     path: str | Path,
     error: type[CgplanError],

@@ -20,6 +20,7 @@ from cgplan.units import counted
 
 NO_ADAPTER = -1
 NEVER = 1 << 100  # nanoseconds, or steps
+ARRIVAL = attrgetter("arrival_us")
 LOAD = attrgetter("load")
 WAITING = attrgetter("waiting")
 ROUNDING = 1e-9  # tokens and steps, of products of accepted tokens
@@ -74,14 +75,14 @@ class RequestTrace(NamedTuple):
         """The first requests to come."""
         if len(self.requests) <= most:
             return self
-        by_arrival = sorted(self.requests, key=attrgetter("arrival_us"))
+        by_arrival = sorted(self.requests, key=ARRIVAL)
         return self._replace(requests=by_arrival[:most])
 
     def spread(self, replicas: int) -> RequestTrace:
         """Requests of one of ``replicas`` servers, 1 or more, behind a round-robin balancer."""
         if replicas == 1:
             return self
-        by_arrival = sorted(self.requests, key=attrgetter("arrival_us"))
+        by_arrival = sorted(self.requests, key=ARRIVAL)
         notes = self.notes
         if self.cached:
             notes += ("prefix caches are those of one server: replicas hit less",)

@@ -38,8 +38,8 @@ from cgplan.traffic.rows import (
     RuntimeMode,
     Size,
     Whole,
+    csv_rows,
     json_rows,
-    raw_rows,
     sized_rows,
     whole_object,
 )
@@ -511,9 +511,10 @@ class StepTimes(Record):
                 remedy="Run vLLM with --enable-logging-iteration-details, without "
                 "--speculative-config, send it requests, and give the log from its first line.",
             )
-        rows = raw_rows(text, path, StepTimeError)
         if is_json:
             rows = json_rows(text, path, StepTimeError, REMEDY, _POINTS)
+        else:
+            rows = csv_rows(text, path, StepTimeError)
         found: dict[StepForm[Any], list[RawRow]] = {}
         for raw in rows:
             form = _form_of(raw)
