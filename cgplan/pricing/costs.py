@@ -8,6 +8,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 from operator import itemgetter
 from statistics import fmean
@@ -213,7 +214,7 @@ class GraphCosts:
         self._measured = grouped(
             ((key.mode, key.num_active_loras, key.num_tokens), key) for key in self._keys
         )
-        self._lines: dict[tuple[CUDAGraphMode, bool, str], list[tuple[int, float]]] = {}
+        self._line = cache(self._line_of)
         priced = [(key.mode, key.has_lora) for key in self._keys]
         self.notes = (*notes, *stand_in_notes(config, priced))
         self._pools: dict[CUDAGraphMode, Points] = {}
@@ -422,17 +423,14 @@ class GraphCosts:
         same = self._measured.get(case)
         if same:
             return fmean(getattr(measured, figure) for measured in same)
-        name = mode, descriptor.has_lora, figure
-        if name not in self._lines:
-            self._lines[name] = self._line(*name)
-        points = self._lines[name]
+        points = self._line(mode, descriptor.has_lora, figure)
         if not points:
             return 0.0
         least = min(least for _, least in points)
         found = interpolate(points, descriptor.elements)
         return max(found, least)
 
-    def _line(
+    def _line_of(
         self,
         mode: CUDAGraphMode,
         has_lora: bool,

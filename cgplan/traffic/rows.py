@@ -68,7 +68,8 @@ class Form(Generic[R]):
     def columns(self) -> dict[str, str]:
         """Fields by the names of columns."""
         fields = list(self.row.model_fields)
-        names = [*self.names, *fields[len(self.names) :]]
+        given = len(self.names)
+        names = [*self.names, *fields[given:]]
         return dict(zip(names, fields, strict=True))
 
     @cached_property
@@ -195,18 +196,9 @@ def raw_rows(
     """Rows of JSON objects, or of CSV, header included. Raises ``error`` for
     other text, and for too few or too many fields.
     """
-    is_json = text.lstrip().startswith("{")
-    if is_json:
-        return json_rows(
-            text,
-            path,
-            error,
-        )
-    return csv_rows(
-        text,
-        path,
-        error,
-    )
+    if text.lstrip().startswith("{"):
+        return json_rows(text, path, error)
+    return csv_rows(text, path, error)
 
 
 def sized_rows(
