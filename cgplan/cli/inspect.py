@@ -34,6 +34,8 @@ from cgplan.reports.layout import (
 from cgplan.reports.plan_tables import case_table, lane_table, predicted_by
 from cgplan.units import format_bytes
 
+FAR = 1.5  # times the memory predicted
+SPARE = 150 << 20  # bytes that vLLM leaves free
 _LOG = "Give the log of a start of vLLM with CUDA graphs, at its usual level INFO."
 
 
@@ -112,8 +114,8 @@ def check_vllm(
     gpu_gib: float | None,
 ) -> None:
     """Raises PlanError for sizes that vLLM does not capture, ReportError for another log, and
-    PlanMismatchError for a start of other graphs than the saved plan's, BudgetError where no KV
-    cache fits.
+    PlanMismatchError for a start of other graphs than the saved plan's, or far more memory,
+    BudgetError where no KV cache fits.
     """
     if read:
         plan = build_plan(read.loaded.config)
@@ -123,6 +125,7 @@ def check_vllm(
     said = list[str]()
     others = list[str]()
     log = None
+    far = ""
     nbytes = 0
     if file:
         log = StartLog.parse(read_text(file, ReportError, _LOG))
@@ -145,20 +148,19 @@ def check_vllm(
             costs = GraphCosts.from_vllm_log(log, read.loaded.config, str(file))
             predicted = costs.of(plan.keys)
         if predicted:
-            if others:
-                nbytes = predicted.total_bytes
             memory = format_bytes(predicted.total_bytes)
+            nbytes = predicted.total_bytes if others else log.bytes
+            if not others and log.bytes > FAR * predicted.total_bytes + SPARE:
+                far = f"{saved}: the graphs took {format_bytes(nbytes)}, {memory} were predicted"
             said.append(
                 f"predicted: {memory} and {predicted.seconds:.3g} s, by {predicted_by(predicted)}"
             )
-    for line in read.notes if read else ():
-        note(f"note: {line}")
     head = (
         f"vLLM captures {plan.graph_words} in mode {plan.mode}, "
         f"sizes in tokens: {describe_sizes(plan.capture_sizes)}"
     )
     typer.echo(wrapped("\n".join((head, *describe_batches(plan), *said))))
-    for line in log.kv_cache(nbytes, utilization, gpu_gib) if log else ():
+    for line in log.kv_cache(plan, nbytes, utilization, gpu_gib) if log else ():
         typer.echo(wrapped(line))
     if read and read.lost:
         raise PlanError(
@@ -166,6 +168,8 @@ def check_vllm(
             remedy="Give the sizes of batches as cudagraph_capture_sizes, in decode multiples of "
             f"{plan.query_len}, the largest included, and no max_cudagraph_capture_size.",
         )
+    if far:
+        raise PlanMismatchError(far, remedy=f"Plan again with --costs {file}.")
     if others and not read:
         typer.echo(emit(plan, "vllm").block)
         raise PlanMismatchError(

@@ -79,7 +79,7 @@ class _Commands(TyperGroup):
             hint = ""
             if search(r"option: (-q|--quiet)", said):
                 said += "; it goes before the command: cgplan -q COMMAND"
-            elif search(r"option: --(slo|kv-cache-t|kv-t|mode|costs|max-g|memory|set)", said):
+            elif search(r"option: --(slo|kv-cache-t|kv-t|mode\b|costs|max-g|memory|set)", said):
                 hint = "Of `cgplan plan`: a saved plan holds its settings, SLO and budget"
             elif search(r"option: --(gpu-m|kv-cache-m)", said):
                 hint = "`cgplan vllm check --log FILE` takes GPU memory, gives --kv-cache-tokens"
@@ -365,7 +365,7 @@ def inspect(request: InspectRequest, engine: VllmOptions) -> None:
     engines,
     """cgplan vllm check --vllm '{"max_cudagraph_capture_size": 42}' --max-num-seqs 6""",
     "cgplan vllm check --max-num-seqs 256 --log start.log",
-    "cgplan vllm check --plan plan.json --log start.log",
+    "cgplan vllm check --plan plan.json --log new.log  # of a start with the plan",
 )
 def check(
     engine: VllmOptions,
@@ -384,7 +384,7 @@ def check(
     """Say which sizes vLLM leaves out, which batches run eagerly, and what its KV cache gets.
 
     The exit code is 5 if sizes that were asked for are left out, 20 if no KV cache fits, 21 if the
-    log's start has other graphs than the plan.
+    log's start has other graphs than the plan, or far more memory.
     """
     from cgplan.cli.inspect import check_vllm
 
@@ -395,6 +395,8 @@ def check(
     elif engine != VllmOptions():
         raise BadParameter("--plan FILE holds vLLM's options: leave out --vllm and the like")
     vllm = engine.read()
+    for line in vllm.notes if vllm else ():
+        note(f"note: {line}")
     check_vllm(vllm, log, plan, gpu_memory_utilization, gpu_memory)
 
 

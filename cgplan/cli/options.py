@@ -117,12 +117,17 @@ def numbers(text: str) -> tuple[float, ...]:
 
 
 def whole(text: str, least: int = 0) -> int:
+    """With thousands as Python or vLLM's log writes them."""
+    thousands = re.fullmatch(r"(\d+)k", text.lower())
     try:
-        found = int(text)
+        found = int(re.sub(r"(?<=\d),(?=\d{3}\b)", "", text))
     except ValueError:
         found = -1
     if found < least:
-        raise BadParameter(f"{text!r} is no whole number from {least}: write 16000 or 16_000")
+        hint = ", such as 16000"
+        if thousands:
+            hint = f": write {int(thousands[1]) * 1000} or {int(thousands[1]) * 1024}"
+        raise BadParameter(f"{text!r} is no whole number from {least}{hint}")
     return found
 
 

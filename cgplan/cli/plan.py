@@ -117,8 +117,8 @@ def run_plan(
         raise RegretError(
             "no number of graphs that was tried holds the SLO; with the plan that is shown "
             f"{missed}",
-            remedy="Serve fewer requests a replica (--replicas), try bounds that the report "
-            "names, or loosen the SLO.",
+            remedy="Serve fewer requests a replica (--replicas), try another "
+            "max_num_batched_tokens, or loosen the SLO.",
         )
 
 
@@ -165,18 +165,23 @@ def run_check(
             other = f"the plan was made with other step times: {made.times_source}"
             times = times.changed(notes=(other, *times.notes))
         rules = {name: getattr(made, name) for name in RULES}
-        for limit in {"memory", "capture_time"}.intersection(made.binding):
-            of_limit = (
-                f"{limit.replace('_', ' ')} limited this plan, and none beside it, as costs are "
-                "not known here: the regret on the traffic that it was made for is that limit's"
-            )
-            times = times.changed(notes=(of_limit, *times.notes))
     if loads.replicas:
         rules["replicas"] = loads.replicas
     from cgplan.optimizer.decisions import Planner  # numpy from here on
 
     sources = _sources(config, loads, plan, rules["replicas"])
-    planner = Planner(times, sources, **rules)
+    costs = None
+    if plan.predicted:
+        from cgplan.pricing.costs import GraphCosts
+
+        costs = GraphCosts.of_captures(
+            zip(plan.keys, plan.predicted.keys, strict=True),
+            config,
+            plan.max_capture_size,
+            source=plan.predicted.source,
+            workspace_bytes=plan.predicted.workspace_bytes,
+        )
+    planner = Planner(times, sources, costs, **rules)
     check = planner.check(config, plan)
     shown.publish(check)
     if check.slo_missed:
@@ -188,9 +193,7 @@ def run_check(
         raise RegretError(
             f"{path} on {check.traffic_source}: {check.verdict}; --max-regret is "
             f"{max_regret * 100:g}%",
-            remedy="Plan for this traffic: `cgplan plan FILE --traffic FILE --output FILE`. If a "
-            "note says that memory or capture time limited the plan, allow what it regrets on its "
-            "own traffic.",
+            remedy="Plan for this traffic: `cgplan plan FILE --traffic FILE --output FILE`.",
         )
 
 

@@ -497,7 +497,8 @@ def graphed_generate(
     refuse_others(graphed_generate, options, "No rows are padded; `generate` warms up.", known)
     if type(max_cache_len) is not int or max_cache_len < 1:
         raise ConfigError(
-            f"max_cache_len is {max_cache_len!r:.80}", remedy="Give a number of tokens from 1."
+            f"max_cache_len is missing, or no number from 1: {max_cache_len!r:.80}",
+            remedy="Give max_cache_len=1024, say.",
         )
     is_decoder = not isinstance(model, Graphed) and hasattr(type(model), "generate")
     if not is_decoder or not cache_argument(model) or model.config.is_encoder_decoder:

@@ -11,7 +11,7 @@ from functools import cache
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from cgplan.config import BudgetConfig, Config
+from cgplan.config import Config
 from cgplan.errors import BudgetError, ModeError, PlanError, StepTimeError, TrafficError
 from cgplan.modes import CUDAGraphMode, Key
 from cgplan.optimizer.evidence import ASKED_FOR, PlanCheck, ServicePoint
@@ -184,25 +184,31 @@ class Planner:
         times = self.times
         run = Run(plan.lanes(), traffic, times)
         graphs = len(plan.keys)
-        anew = self._planned(config)
+        try:
+            anew = self._planned(config)
+        except BudgetError:  # for any graph of these batches
+            config = _eager(config)
+            anew = self._planned(config)
         others = {
             "this plan": plan,
             "planned anew": anew.plan,
         }
         if graphs and graphs != len(anew.plan.keys):
-            budget = BudgetConfig(max_graphs=plan.num_graphs)
-            as_many = config.changed(budget=budget)
+            as_many = config.with_values("budget", max_graphs=plan.num_graphs)
             others[f"best with {graphs}"] = self._planned(as_many).plan
         others |= anew.inputs.ladders
         points = []
+        allowed = []
+        limits = anew.inputs.limits(0)
+        most = config.budget.max_graphs or math.inf
         for name, other in others.items():
             ran = Run(other.lanes(), traffic, times)
-            points.append(point_of(name, other, ran))
+            point = point_of(name, other, ran, **anew.inputs.price(other.keys))
+            points.append(point)
+            is_allowed = point.num_graphs <= most and anew.inputs.pays_for(limits, other.keys)
+            if is_allowed or other is plan:
+                allowed.append(point)
         own = points[0]
-        allowed = points
-        if config.budget != BudgetConfig():
-            most = max(own.num_graphs, config.budget.max_graphs or 0)
-            allowed = [point for point in points if point.num_graphs <= most]
         least = min(allowed, key=attrgetter("expected_us"))
         regret = own.expected_us / least.expected_us - 1
         of_decode = None
@@ -749,6 +755,6 @@ def _gains(now: Service, other: Service) -> str:
         return ""
     if alike:
         told.append(f"{' and '.join(alike)} the same")
-    if other.unmeasured > now.unmeasured:
-        told.append(f"{other.unmeasured:.1%} of its steps extrapolated")
+    if other.unmeasured:
+        told.append(f"{other.unmeasured:.2%} of its steps extrapolated")
     return ", ".join(told)

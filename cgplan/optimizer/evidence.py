@@ -150,8 +150,8 @@ class LaneSizes(LaneRecord):
 
 
 class NextGraph(Record):
-    """The gain of one graph more, or of one size of a list, if only their number counted:
-    microseconds a step, and percent of it.
+    """What one graph more, or one size of a list, brings the traffic alone, if only their number
+    counted: microseconds a step, and percent of it.
     """
 
     microseconds: float
@@ -162,8 +162,7 @@ class PlanCheck(Record):
     """A plan on other traffic than it was made for.
 
     Attributes:
-        points: The plan, the best ones for this traffic, and the ladders; bytes and seconds are not
-            known.
+        points: The plan, the best ones for this traffic, and the ladders.
         regret, decode_regret: How much longer steps are than with the best that the plan's budget
             allows, and those of uniform decode alone (None: there is none); as shares, 0.01 is 1%
             longer.
@@ -206,7 +205,8 @@ class Evidence(Record):
         other_loads: Share of the steps in what was planned for that are theirs.
         service: Of the plan, of the graphs asked for, and without graphs.
         unsure: As in ``StepTimes``.
-        unmeasured: Share of the steps at sizes larger than those whose times were measured.
+        unmeasured, unmeasured_graphs: Share of the steps at sizes larger than those whose times
+            were measured, and how many graphs have such sizes.
         decided, decisions: On the SLO and a changed mode, and on the rest, in sentences.
         slo: What the plan is to hold.
         objective, kv_tokens, replicas: As ``Planner`` had them.
@@ -267,6 +267,7 @@ class Evidence(Record):
     decisions: tuple[str, ...] = ()
     step_times: dict[str, Any] | None = None
     unmeasured: float = 0.0
+    unmeasured_graphs: int = 0
     unsure: tuple[str, ...] = ()
     objective: str = "robust"
     kv_tokens: int | None = None

@@ -572,6 +572,10 @@ class PlannedGraphs:
             warnings=(*warnings, *lint(plan, run)),
             verdict=run.times.doubt + doubt + self._verdict(ladders.get(asked)),
             unmeasured=run.unmeasured,
+            unmeasured_graphs=sum(
+                key.num_tokens > run.times.measured_to(mode, key.num_active_loras)
+                for mode, key in plan.keys
+            ),
             unsure=run.times.unsure,
             unbounded=unbounded,
             padding=run.padding,
@@ -747,15 +751,16 @@ class PlannedGraphs:
 
     def _next_graph(self, binding: Sequence[PlanLimit]) -> NextGraph | None:
         inputs = self.inputs
-        problem = inputs.problem
-        most = [int(lane.each.max()) for lane in problem.lanes]  # of a size
+        most = [int(lane.each.max()) for lane in inputs.problem.lanes]  # of a size
         graphs = len(self.plan.keys) + max(most, default=1)
         is_paid = not {"memory", "capture_time"} & {*binding}
         if graphs > inputs.graphs or not is_paid:
             return None
-        gain = max(self.best.total - float(inputs.found.value[graphs]), 0.0)
-        share = gain / max(problem.changeable, EXACT)
-        return NextGraph(microseconds=gain / problem.weight, percent=100 * share)
+        gain = max(self.run.expected_us - inputs.steps[graphs], 0.0)
+        return NextGraph(
+            microseconds=gain,
+            percent=100 * gain / max(self._changeable_us, EXACT),
+        )
 
     def _notes(self) -> Iterator[str]:
         plan = self.plan
@@ -777,8 +782,6 @@ class PlannedGraphs:
             yield f"no more than {MOST_GRAPHS} graphs were planned for"
         if self.inputs.pools_shrink:
             yield "costs have smaller pools for larger sizes, so no plan is proven to be the best"
-        if plan.mode is CUDAGraphMode.NONE:
-            yield "the resolved cudagraph_mode is NONE: nothing is captured"
 
     def _verdict(self, ladder: LadderPoint | None) -> str:
         if self.plan.mode is CUDAGraphMode.NONE:

@@ -125,7 +125,7 @@ def read_vllm(
             options["speculative.method"] = speculative_method
     elif speculative_method:
         raise ConfigError(
-            f"--speculative-method {speculative_method}: the number of drafts is missing",
+            "--speculative-method: the number of drafts is missing",
             remedy="Give --num-speculative-tokens; the model's configuration has that of mtp.",
         )
     if num_speculative_tokens and speculative_method is None and runner == "v2":

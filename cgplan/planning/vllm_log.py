@@ -45,9 +45,10 @@ _ADVICE = re.compile(
 _KV_TOKENS = re.compile(r"GPU KV cache size: ([\d,]+) tokens")
 _RESERVES = "CUDA graph memory profiling is enabled"
 _CAPTURES = re.compile(
-    rf"{_START}.*?'cudagraph_mode': <CUDAGraphMode\.(\w+).*?'cudagraph_capture_sizes': (\[[\d, "
-    r"]*\])"
+    rf"(?:{_START}.*?'cudagraph_mode': <|- Mode: *)(?:CUDAGraphMode\.)?(\w+)"
+    r"(?:.*?'cudagraph_capture_sizes': |\s*\n.*- Capture sizes: )(\[[\d, ]*\])"
 )
+_BOUND = re.compile(r"Chunked prefill is enabled with max_num_batched_tokens=(\d+)")
 _STEP = re.compile(
     r"Iteration\(\d+\): (\d+) context requests, (\d+) context tokens, (\d+) generation requests, "
     r"(\d+) generation tokens, iteration elapsed time: ([\d.]+) ms(?! \(dummy\))"
@@ -70,6 +71,7 @@ class StartLog:
         version: Of vLLM; empty if the log does not tell it.
         mode, sizes: That vLLM was to capture; None and () if the log does not name them.
         kv_token_bytes: Of the KV cache, by ``advice``; 0 if not known.
+        max_num_batched_tokens: 0 if not known.
     """
 
     seconds: float
@@ -82,15 +84,19 @@ class StartLog:
     mode: CUDAGraphMode | None = None
     sizes: tuple[int, ...] = ()
     kv_token_bytes: int = 0
+    max_num_batched_tokens: int = 0
     has_drafts: bool = False
 
     @classmethod
     def parse(cls, text: str) -> StartLog | None:
         """None if the log does not tell how long the captures took."""
-        starts = [start for start in text.split(_START) if _FINISHED.search(start)]
+        parts = text.split(_START)
+        starts = [place for place, part in enumerate(parts) if _FINISHED.search(part)]
         if not starts:
             return None
-        text = _START + starts[-1]
+        last = starts[-1]
+        text = _START + parts[last]
+        bounds = _BOUND.findall(parts[max(last - 1, 0)])  # of the server, before its engine
         seconds, taken = zip(*_FINISHED.findall(text), strict=True)
         graphs = {CUDAGraphMode[mode]: (int(count), 0) for mode, count in _BAR.findall(text)}
         profiles = "\n".join(_PROFILED.findall(text))
@@ -121,6 +127,7 @@ class StartLog:
             mode=CUDAGraphMode.parse(captures[1]) if captures else None,
             sizes=tuple(json.loads(captures[2])) if captures else (),
             kv_token_bytes=round(kv_bytes),
+            max_num_batched_tokens=int(["0", *bounds][-1]),
             has_drafts="speculative_config=Spec" in text,
         )
 
@@ -187,11 +194,12 @@ class StartLog:
 
     def kv_cache(
         self,
+        plan: Plan,
         graph_bytes: int,
         utilization: float | None,
         gpu_gib: float | None,
     ) -> Iterator[str]:
-        """What graphs leave to the KV cache. Raises BudgetError for nothing."""
+        """What graphs of the plan leave to the KV cache. Raises BudgetError for nothing."""
         if not self.advice:
             return
         _, total, share, fits, *_ = self.advice
@@ -210,10 +218,17 @@ class StartLog:
         size = f"{left:.2f} GiB"
         if self.kv_token_bytes:
             size += f", {left * GIB / self.kv_token_bytes:,.0f} tokens"
+        bound = ""
+        asked = plan.max_num_batched_tokens
+        if self.max_num_batched_tokens not in (0, asked):
+            bound = f" {self.max_num_batched_tokens}, not {asked}"
+        graphs = f"{format_bytes(graph_bytes)} for graphs"
+        if plan.draft_keys and not self.has_drafts:
+            graphs += ", those of the draft model not priced"
         yield (
             f"--kv-cache-memory-bytes {left * GIB:.0f} ({size}): {total:g} GiB of the GPU x "
             f"--gpu-memory-utilization {share:g}, less {rest:.2f} GiB for all else, at "
-            f"the log's --max-num-batched-tokens, of it {format_bytes(graph_bytes)} for graphs"
+            f"the log's --max-num-batched-tokens{bound}, of it {graphs}"
         )
 
 

@@ -242,42 +242,57 @@ class GraphCosts:
             )
         by_mode = grouped((record.mode, record) for record in records)
         per_node = {}  # a key, where nodes were not counted
-        largest = {}
         for mode, own in by_mode.items():
             nbytes = sum(record.driver_bytes or 0 for record in own)
             nodes = sum(record.nodes or 1 for record in own)
             per_node[mode] = nbytes / max(nodes, 1)
-            largest[mode] = max(record.descriptor.elements for record in own)
         first, *others = by_mode[records[0].mode]
         once = 0.0
         if others:
             once = max(first.seconds - others[0].seconds, once)
-        keys = []
-        pools = {}
-        pool = 0
+        captured = []
         extra = once
         for record in records:
-            mode = record.mode
-            pool += record.pool_growth
-            pools[mode] = [(0, 0), (largest[mode], pool)]
-            key = MeasuredKey(
-                mode=mode,
-                num_active_loras=record.descriptor.num_active_loras,
-                num_tokens=record.descriptor.elements,
-                driver_bytes=per_node[mode] * (record.nodes or 1),
-                seconds=record.seconds - extra,
-            )
-            keys.append(key)
+            driver = round(per_node[record.mode] * (record.nodes or 1))
+            cost = KeyCost(record.pool_growth, driver, record.seconds - extra)
+            captured.append(((record.mode, record.descriptor), cost))
             extra = 0.0
-        return cls(
-            keys,
-            pools,
+        return cls.of_captures(
+            captured,
             config,
             source=f"measured: {report.origin}",
             workspace_bytes=report.workspace_bytes,
             once_seconds=once,
             notes=notes,
         )
+
+    @classmethod
+    def of_captures(
+        cls,
+        captured: Iterable[tuple[Key, KeyCost]],
+        config: Config,
+        most: int = 0,
+        **others: Any,
+    ) -> GraphCosts:
+        """In capture order; a mode's pool is in proportion to its largest size, or ``most``."""
+        keys = []
+        pools = {}
+        pool = 0
+        largest: dict[CUDAGraphMode, int] = {}
+        for (mode, descriptor), cost in captured:
+            size = descriptor.elements
+            pool += cost.pool_bytes
+            largest[mode] = max(largest.get(mode, most), size)
+            pools[mode] = [(0, 0), (largest[mode], pool)]
+            key = MeasuredKey(
+                mode,
+                descriptor.num_active_loras,
+                size,
+                cost.driver_bytes,
+                cost.seconds,
+            )
+            keys.append(key)
+        return cls(keys, pools, config, **others)
 
     @classmethod
     def from_vllm_log(

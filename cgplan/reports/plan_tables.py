@@ -89,31 +89,25 @@ def _used(use: SizeUse) -> str:
 USES = (TextColumn("graph", _used), Share("steps", "share"), Share("padding"))
 
 
-def brief(plan: Plan) -> RenderableType:
-    if not plan.evidence:
-        rows = [*_rows(plan), *said(plan, brief=True)]
-        return stacked(Facts(f"Plan: {plan.graph_words}", rows), _to_paste(plan))
-    evidence = Evidence.model_validate(plan.evidence)
-    return stacked(*_answer(plan, evidence, whole=False), _to_paste(plan))
-
-
 @render.register
-def _plan(plan: Plan) -> RenderableType:
-    rows = [*_rows(plan), *_more_rows(plan)]
+def _plan(plan: Plan, whole: bool = True) -> RenderableType:
+    rows = [*_rows(plan)]
     padding = None
-    if plan.keys and len(plan.config.get("dims") or ()) < 2:
-        padding = _padding(plan)
+    if whole:
+        rows += _more_rows(plan)
+        if plan.keys and len(plan.config.get("dims") or ()) < 2:
+            padding = _padding(plan)
     if not plan.evidence:
-        head = Facts(f"Plan: {plan.graph_words}", [*rows, *said(plan)])
+        head = Facts(f"Plan: {plan.graph_words}", [*rows, *said(plan, brief=not whole)])
         return stacked(head, padding, _to_paste(plan))
     evidence = Evidence.model_validate(plan.evidence)
-    return stacked(
-        *_answer(plan, evidence, whole=True),
-        Facts("Graphs", rows),
-        padding,
-        *_details(evidence),
-        _to_paste(plan),
-    )
+    details: list[RenderableType | None] = []
+    if whole:
+        details = [Facts("Graphs", rows), padding, *_details(evidence)]
+    return stacked(*_answer(plan, evidence, whole), *details, _to_paste(plan))
+
+
+brief = partial(_plan, whole=False)
 
 
 def _to_paste(plan: Plan) -> RenderableType | None:
@@ -495,6 +489,8 @@ def _reasons(plan: Plan, evidence: Evidence) -> Iterator[Fact]:
         proof = "proven: no plan by this rule is better by these times and costs"
     elif evidence.gap > 1e-6:
         proof += f", at most {evidence.gap:.1%} above the best"
+    if evidence.unmeasured_graphs:
+        proof += f"; {evidence.unmeasured_graphs} of {evidence.graphs} graphs extrapolated"
     yield "proof", f"{proof}; {included}"
     binding = ", ".join(map(limit_words, evidence.binding)) or "no limit"
     if evidence.unbounded:
@@ -506,7 +502,7 @@ def _reasons(plan: Plan, evidence: Evidence) -> Iterator[Fact]:
         brings = f"{format_microseconds(worth.microseconds)} a step ({worth.percent:.2g}%)"
         if evidence.one_list:
             brings += " with a size more"
-        yield "next graph", brings if worth.percent >= 1e-3 else "would bring nothing"
+        yield "next graph", brings if worth.percent >= 1e-3 else "would bring this traffic nothing"
 
 
 def _ladders(evidence: Evidence) -> RenderableType | None:

@@ -283,6 +283,30 @@ def test_a_check_plans_anew_as_plan_does(objective: str) -> None:
     assert check["regret"] < 1e-6
 
 
+@pytest.mark.parametrize(
+    ("limit", "options"),
+    [("memory", "--memory 100MiB"), ("capture_time", "--capture-time 0.7s --memory none")],
+)
+def test_a_check_regrets_no_limit_of_memory_or_time(limit: str, options: str) -> None:
+    """What the plan may not take is no better plan; eager steps are, where no graph fits."""
+    made = (*GIVEN, "--mode", "keep", "--costs", str(START), "--insurance", "0")
+    plan = plan_of(*made, *options.split(), "--output", "plan.json")
+    assert plan.evidence["binding"] == [limit]  # type: ignore[index]
+    check = ("plan", "check", "plan.json", "--json")
+    found = json.loads(good(*check, *GIVEN[-4:-2], "--max-regret", "1%").stdout)
+    own, *others = found["points"]
+    assert found["regret"] < 1e-6
+    ladder = next(point for point in others if point["name"] == "vllm")
+    assert ladder["expected_us"] < own["expected_us"] * 0.99
+    known = next(point for point in plan.evidence["ladders"] if point["name"] == "vllm")  # type: ignore[index]
+    assert ladder["bytes"] == pytest.approx(known["bytes"], rel=0.02), "as by the log"
+    assert ladder["seconds"] == pytest.approx(known["seconds"])
+    Path("large.csv").write_text("num_tokens,num_reqs,uniform,count\n60,60,true,9\n")
+    large = json.loads(good(*check, "--traffic", "large.csv").stdout)
+    fits = large["points"][1]["graphs"] > 0
+    assert (large["regret"] > 0) is fits is (limit == "capture_time")
+
+
 def test_an_slo_is_held_by_each_load() -> None:
     goal = ("--slo", "ttft_p99=100ms", "--max-graphs", "12", "--mode", "keep")
     assert plan_of(*GIVEN, *goal).keys is not None
@@ -671,7 +695,7 @@ def service(ttft: float = 100.0, tpot: float | None = 10.0, rate: float = 50.0) 
         (service(ttft=50.0, tpot=None), "TTFT p99 50.0 us instead of 100 us, "),
         (
             service(tpot=5.0).model_copy(update={"unmeasured": 0.25}),
-            "the same, 25.0% of its steps extrapolated",
+            "the same, 25.00% of its steps extrapolated",
         ),
     ],
 )

@@ -623,6 +623,9 @@ def test_a_plan_beyond_the_measured_sizes_is_extrapolated_not_proven(home: Path)
         shown = unwrapped(good("inspect", "made.json").stdout)
         assert ("proven" in shown) is not told
         assert ("extrapolated: most steps" in shown) is told
+        lists = evidence["lanes"]
+        beyond = sum(size > 1 for lane in lists for size in lane["sizes"])
+        assert (f"{beyond} of {evidence['graphs']} graphs extrapolated" in shown) is told
         if told:
             assert shown.index(advice) < shown.index("--compilation-config")
         page = (home / "made.html").read_text()
@@ -862,6 +865,9 @@ def test_vllm_check(home: Path) -> None:
         r"predicted: \S+ \S+ and \S+ s, by the log of vLLM, \S+ \(no graph of the draft model\)",
         shown,
     )
+    assert shown.rstrip().endswith("for graphs, those of the draft model not priced")
+    as_logged = ("--max-num-batched-tokens", "8,192")
+    assert good("vllm", "check", *as_logged).stdout == good("vllm", "check").stdout
     for memory in ("80", "80GiB"):
         same_gpu = good("vllm", "check", *drafted, "--log", str(START), "--gpu-memory", memory)
         assert unwrapped(same_gpu.stdout) == shown
@@ -897,6 +903,15 @@ def test_a_start_is_checked_against_the_plan(home: Path) -> None:
     assert "vLLM captures 9 graphs" in shown
     assert "predicted: 512 MiB and 3 s, by the log of vLLM" in shown
     assert "by the log the graphs took 512 MiB and 3 s" in shown
+    Path("heavy.log").write_text(START.read_text().replace("took 0.50 GiB", "took 0.95 GiB"))
+    heavy = ("vllm", "check", "--log", "heavy.log", "--plan", "same.json")
+    far = cgplan_command(*heavy)
+    assert far.exit_code == errors.PlanMismatchError.exit_code
+    told = unwrapped(far.stderr)
+    assert "same.json: the graphs took 973 MiB, 512 MiB were predicted" in told
+    assert "Plan again with --costs heavy.log" in told
+    Path("heavy.log").write_text(START.read_text().replace("took 0.50 GiB", "took 0.85 GiB"))
+    good(*heavy)
     result = cgplan_command(*checked, "fewer.json")
     assert result.exit_code == errors.PlanMismatchError.exit_code
     assert "vLLM captures 4 graphs" in result.stdout
@@ -1207,8 +1222,15 @@ def test_what_a_plan_of_several_sizes_refuses(home: Path) -> None:
         ("inspect --vllm {} --enforce-eager", "leave it out"),
         ("plan --vllm {} --max-num-seqs 100 --max-num-batched-tokens 64", "which vLLM refuses"),
         ("vllm check --max-num-seqs 100 --max-num-batched-tokens 64", "which vLLM refuses"),
-        ("plan --vllm {} --max-num-batched-tokens 8k", "'8k' is no whole number"),
-        ("plan --vllm {} --kv-cache-tokens 373,344", "write 16000 or 16_000"),
+        (
+            "plan --vllm {} --max-num-batched-tokens 8k",
+            "'8k' is no whole number from 0: write 8000 or 8192",
+        ),
+        (
+            "plan --vllm {} --kv-cache-tokens 37,3344",
+            "'37,3344' is no whole number from 1, such as 16000",
+        ),
+        ("plan --vllm {} --model a/b", "leave out the rest and the model"),
         ("plan --vllm {} --kv-cache-tokens 0", "'0' is no whole number from 1"),
     ],
 )

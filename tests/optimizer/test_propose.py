@@ -291,6 +291,12 @@ def test_insurance_covers_batches_that_the_traffic_does_not_show() -> None:
         assert Run(insured.plan.lanes(), seen, TIMES).expected_us <= vllm * most
     assert insured.evidence.insurance == 0.1
     few = propose(config_of(budget={"max_graphs": 2}), small, TIMES, insurance=0.1)
+    three = propose(config_of(budget={"max_graphs": 3}), small, TIMES, insurance=0.1)
+    assert few.evidence.next_graph is not None
+    now, then = few.evidence.expected_us, three.evidence.expected_us
+    gain = pytest.approx(max(now.plan - then.plan, 0.0))
+    assert few.evidence.next_graph.microseconds == gain, "of the traffic alone"
+    assert few.evidence.next_graph.microseconds <= now.plan - now.bound
     assert max(few.plan.capture_sizes) > 30
 
 

@@ -43,6 +43,9 @@ def started(text: str) -> StartLog:
     return log
 
 
+PLAN = build_plan(config_of())
+
+
 def costs_of(text: str, config: Config) -> GraphCosts:
     return GraphCosts.from_vllm_log(started(text), config, "start.log")
 
@@ -78,7 +81,7 @@ def test_what_the_graphs_leave_to_the_kv_cache() -> None:
     assert (
         "--kv-cache-memory-bytes 52992933888 to stay within --gpu-memory-utilization 0.9" in advised
     )
-    (said,) = log.kv_cache(log.bytes, None, None)
+    (said,) = log.kv_cache(PLAN, log.bytes, None, None)
     room = int(re.findall(r"\d{9,}", said)[0])
     exact = (72 - 20 - 1.25 - 0.5) * GIB - 150 * MIB
     assert exact - GIB // 100 <= room <= exact
@@ -100,8 +103,8 @@ def test_the_kv_cache_of_other_graphs_shares_and_gpus(
 ) -> None:
     """In GiB beside the start of the log, whose token takes 1 MiB."""
     log = replace(started(LOG), kv_token_bytes=MIB)
-    (own,) = log.kv_cache(log.bytes, None, None)
-    (said,) = log.kv_cache(graphs, share, gpu)
+    (own,) = log.kv_cache(PLAN, log.bytes, None, None)
+    (said,) = log.kv_cache(PLAN, graphs, share, gpu)
     room, before = (int(re.findall(r"\d{9,}|\d+(?= \()", text)[0]) for text in (said, own))
     assert room == pytest.approx(before + more * GIB, abs=1)
     found = re.search(r"GiB, ([\d,]+) tokens", said)
@@ -109,8 +112,10 @@ def test_the_kv_cache_of_other_graphs_shares_and_gpus(
     assert int(found[1].replace(",", "")) == round(room / MIB)
     assert f"{gpu or 80:g} GiB of the GPU x --gpu-memory-utilization {share or 0.9:g}" in said
     with pytest.raises(BudgetError, match=r"no KV cache fits: 14\.\d\d GiB are missing"):
-        next(log.kv_cache(GIB, 0.1, None))
-    assert [*started("Graph capturing finished in 5 secs, took 0.5 GiB").kv_cache(0, 0.9, 80)] == []
+        next(log.kv_cache(PLAN, GIB, 0.1, None))
+    assert [
+        *started("Graph capturing finished in 5 secs, took 0.5 GiB").kv_cache(PLAN, 0, 0.9, 80)
+    ] == []
 
 
 @pytest.mark.parametrize(
@@ -278,6 +283,28 @@ def test_costs_of_a_log_without_drafts_say_that_drafts_are_not_priced() -> None:
     ):  # fmt: skip
         config = read_vllm("{}", speculative_method=method, **options).loaded.config  # type: ignore[arg-type]
         assert ("(no graph of the draft model)" in costs_of(text, config).source) == told
+
+
+def test_a_start_with_another_bound_on_tokens_names_both() -> None:
+    """By what its server logged before its engine; an eager start follows in the same file."""
+    bound = "INFO [scheduler.py:231] Chunked prefill is enabled with max_num_batched_tokens="
+    for own, told in (
+        (64, "at the log's --max-num-batched-tokens, of it"),
+        (8192, "tokens 8192, not 64, of"),
+    ):
+        log = started(f"{bound}{own}.\n{LOG}\n{bound}32.\nInitializing a V1 LLM engine (v0.33.0)\n")
+        (said,) = log.kv_cache(PLAN, log.bytes, None, None)
+        assert told in said
+
+
+def test_without_its_first_line_the_sizes_are_those_of_the_tables() -> None:
+    table = "".join(
+        f"INFO [cuda_graph.py:117] {line}\n"
+        for line in ("", "- Mode: FULL", "- Capture sizes: [1, 2, 16]")
+    )
+    log = started(LOG.partition("\n")[2] + table)
+    assert (log.mode, log.sizes) == (FULL, (1, 2, 16))
+    assert started(LOG + table).sizes == (1, 2, 4, 8, 16)
 
 
 def test_steps_run_in_the_graphs_of_the_start_before_them() -> None:
