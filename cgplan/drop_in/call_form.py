@@ -32,6 +32,7 @@ CONSTANTS = frozenset(
         type(None),
     }
 )
+_CONTAINERS = frozenset({dict, tuple, list})
 _STRINGS = frozenset({str})
 _BY_VALUE = (
     Enum,
@@ -168,28 +169,26 @@ def _flatten_other(
 
 def rebuild(form: Iterator[Any], tensors: Iterator[Any]) -> Any:
     kind = next(form)
-    if kind is Tensor or is_tensor_type(kind):
+    if kind is Tensor or (kind not in _CONTAINERS and is_tensor_type(kind)):
         return next(tensors)
     detail = next(form)
-    if kind is dict:
-        keys = detail.value if type(detail) is ByKey else detail
-        return {key: rebuild(form, tensors) for key in keys}
     if kind is tuple or kind is list:
         return kind([rebuild(form, tensors) for _ in range(detail)])
+    if type(detail) in (ById, ByKey):
+        detail = detail.value
+    if kind is dict:
+        return {key: rebuild(form, tensors) for key in detail}
     if kind is float:
         return float.fromhex(detail)
     if kind is TreeSpec:
-        spec = detail.value
-        leaves = [rebuild(form, tensors) for _ in range(spec.num_leaves)]
-        return spec.unflatten(leaves)
+        leaves = [rebuild(form, tensors) for _ in range(detail.num_leaves)]
+        return detail.unflatten(leaves)
     if kind is dataclasses.Field:
-        made_of, names = detail.value
+        made_of, names = detail
         made = object.__new__(made_of)
         for name in names:
             object.__setattr__(made, name, rebuild(form, tensors))
         return made
-    if type(detail) in (ById, ByKey):
-        return detail.value
     return detail
 
 
