@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from functools import partial
 from itertools import cycle
 from typing import Any
 
@@ -29,7 +30,9 @@ class OutputRows:
         self._extents: dict[tuple[int, ...], list[list[Extent]]] = {}
 
     def shapes(
-        self, batch: Batch | BatchDescriptor, num_reqs: int | None
+        self,
+        batch: Batch | BatchDescriptor,
+        num_reqs: int | None,
     ) -> Iterator[tuple[int, ...]]:
         """In order, as far as known."""
         tokens = batch.num_tokens
@@ -41,8 +44,10 @@ class OutputRows:
                 shape = self._config.shape_at(declared, sizes)
                 parsed.append(list(map(Extent.parse, shape)))
             self._extents[sizes] = parsed
-        extents = self._extents[sizes]
-        for each in extents if self._given else cycle(extents):
+        extents: Iterable[list[Extent]] = self._extents[sizes]
+        if not self._given:
+            extents = cycle(extents)
+        for each in extents:
             yield tuple(extent.size(tokens, reqs) for extent in each)
 
     def check(
@@ -56,7 +61,9 @@ class OutputRows:
         for index, leaf in enumerate(tree_leaves(output)):
             if isinstance(leaf, Tensor):
                 shape = next(shapes, None)
-                known = leaf.shape if self._given else leaf.shape[:1]
+                known = leaf.shape
+                if not self._given:
+                    known = known[:1]
                 if tuple(known) == shape:
                     continue
                 said = f"model.output_shapes says {shape and list(shape)}"
@@ -122,25 +129,35 @@ def renewed(
     """New tensor objects in new containers each time. ``only``: ids of the tensors that are
     renewed.
     """
-    renew = Tensor.clone if clone else Tensor.detach
     leaves, spec = tree_flatten(output)
-    renewed_at = []
+    places = []
+    tensors = []
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor) and (only is None or id(leaf) in only):
-            renewed_at.append(i)
-    if isinstance(output, Tensor) and renewed_at:
+            places.append(i)
+            tensors.append(leaf)
+    if isinstance(output, Tensor) and tensors:
         return output.clone if clone else output.detach
-    is_flat = type(output) is tuple and all(isinstance(item, Tensor) for item in output)
-    if is_flat and len(renewed_at) == len(output):
-        return lambda: tuple(map(renew, output))  # faster than tree_unflatten
+    renew: Any = partial(map, Tensor.clone if clone else Tensor.detach)
+    forms = {(type(tensor), tensor.dtype) for tensor in tensors}
+    if clone and len(tensors) > 1 and forms == {(Tensor, tensors[0].dtype)}:
+        renew = _cloned_by_one_launch
+    if type(output) is tuple and list(map(id, output)) == list(map(id, tensors)):
+        return lambda: tuple(renew(tensors))  # faster than tree_unflatten
 
     def read() -> Any:
         handed = list(leaves)
-        for i in renewed_at:
-            handed[i] = renew(leaves[i])
+        for i, tensor in zip(places, renew(tensors), strict=True):
+            handed[i] = tensor
         return tree_unflatten(handed, spec)
 
     return read
+
+
+def _cloned_by_one_launch(tensors: list[Tensor]) -> list[Tensor]:
+    clones = list(map(torch.empty_like, tensors))
+    torch._foreach_copy_(clones, tensors)
+    return clones
 
 
 def hides_tensors(leaf: Any) -> bool:

@@ -389,6 +389,29 @@ def test_run_eagerly_equals_the_call_bit_for_bit(backend: GraphBackend, mode: st
     assert sum(runner.stats.replays.values()) == sum(count <= 8 for count in counts)
 
 
+FORMS: list[Callable[[Tensor], Any]] = [
+    lambda x: (x + 1, x.sum(1), x * 2),
+    lambda x: ((), (x + 1, x.sum(1)), x * 2),
+    lambda x: [x.sum(1), {"twice": x * 2, "none": None}],
+    lambda x: (x.t().contiguous().t(), x[:, :1].expand(-1, 3)),
+    lambda x: (x.int(), x * 2, x.bool()),
+    lambda x: (torch.complex(x, x).conj(), torch.complex(x, x)),
+]
+
+
+@pytest.mark.parametrize("forward", FORMS)
+def test_outputs_are_cloned_together_and_stay_as_they_are(
+    backend: GraphBackend,
+    forward: Callable[[Tensor], Any],
+) -> None:
+    runner = open_runner(backend, forward, compilation={"outputs": "clone", "verify": "off"})
+    first, second = batch(backend, 3, 1), batch(backend, 3, 2)
+    kept = runner(x=first)
+    same(runner(x=second), forward(second))
+    same(kept, forward(first))
+    assert sum(runner.stats.replays.values()) == 2
+
+
 def test_eager_runs_may_leave_the_padding_out(backend: GraphBackend) -> None:
     runner = open_runner(backend, lambda x: x + x.shape[0], {"x": ROWS}, sizes=[8])
     x = torch.zeros(3, device=backend.device)
