@@ -299,16 +299,18 @@ class Look(DispatchMode):
     ) -> Any:
         found = self.found
         written = written_tensors(func, args, kwargs)
-        if written:
-            self._put_back.save(written)
+        self._put_back.save(written)
         generator = kwargs.get("generator")
         if generator is not None:
             self._know(generator)
         leaves = leaves_of(args, kwargs)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         given = _by_storage(tensors)
+        operator = operator_of(func)
         is_foreign = func.namespace not in ("aten", "prim")
-        may_draw = is_foreign or operator_of(func).draws
+        may_draw = is_foreign or operator.draws
+        is_view = operator.is_view and not is_foreign
+        function = func if is_view else as_its_caller(func, func, self._device)
         self._count(func)
         if self._key == "CPU" or any(tensor.device.type != "cpu" for tensor in tensors):
             refuse_host(func, args, kwargs, self.refusals)
@@ -317,16 +319,18 @@ class Look(DispatchMode):
             if may_draw or self._has_drawn:
                 self._find_seeded()
         try:
-            result = as_its_caller(func, func, self._device)(*args, **kwargs)
+            result = function(*args, **kwargs)
         finally:
             if may_draw:
                 self._note_states()
         self.refusals.follow(func, args, kwargs, result)
+        results = [*tensors_in(result), *written]
+        self.outside.note(given, results)
+        if is_view and not self._in_piece:  # a known storage
+            return result
         ids_written = set(map(storage_id, written))
         if found.writes_input is None and not ids_written.isdisjoint(self._inputs):
             found.writes_input = blamed_line()
-        results = [*tensors_in(result), *written]
-        self.outside.note(given, results)
         takes_shape = func._opname.startswith("new_") or func._opname.endswith("_like")
         if not takes_shape and not found.from_inputs.keys().isdisjoint(given):
             found.from_inputs |= storages_of(results)

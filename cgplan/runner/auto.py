@@ -170,33 +170,29 @@ class Trials:
         config = self.config.changed(compilation=compilation)
         plan = build_plan(config)
         change = PlanChange(requested=AUTO, resolved=mode, reason=choice.reason)
-        update = {
-            "requested_mode": AUTO,
-            "changes": (change, *plan.changes),
-            "notes": (*plan.notes, *choice.notes),
-        }
-        return config, plan.changed(**update)
+        return config, plan.changed(
+            requested_mode=AUTO,
+            changes=(change, *plan.changes),
+            notes=(*plan.notes, *choice.notes),
+        )
 
     def _choice_file(self) -> Path | None:
-        backend = self.backend
         model = self.model
-        default = Path("~/.cache/cgplan").expanduser()
-        folder = os.environ.get("CGPLAN_CACHE_DIR", str(default))
+        folder = os.environ.get("CGPLAN_CACHE_DIR", "~/.cache/cgplan")
         if not folder or not isinstance(model, torch.nn.Module):
             return None
-        digest = hashlib.sha256()
-        machine = backend.environment().model_dump_json(exclude={"date"})
-        ambient = AmbientState.now(backend.device.type)
-        modules = re.sub(r"0x[0-9a-f]+", "", str(model))  # without addresses
         facts = (
-            machine,
+            self.backend.environment().model_dump_json(exclude={"date"}),
             self.config.model_dump_json(),
             self.even_if_slower,
-            ambient,
-            modules,
+            AmbientState.now(self.backend.device.type),
+            re.sub(
+                r"0x[0-9a-f]+",  # addresses
+                "",
+                str(model),
+            ),
         )
-        for fact in facts:
-            digest.update(str(fact).encode())
+        digest = hashlib.sha256(str(facts).encode())
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if type(tensor) not in (Tensor, torch.nn.Parameter):
                 return None
@@ -211,7 +207,7 @@ class Trials:
             digest.update(f"{hooks} {settings}".encode())
         for file in sorted(filter(os.path.isfile, files)):
             digest.update(Path(file).read_bytes())
-        return Path(folder, f"auto-{digest.hexdigest()[:32]}.json")
+        return Path(folder, f"auto-{digest.hexdigest()[:32]}.json").expanduser()
 
     def _try_ways(self) -> tuple[Choice, SplitRoute | None, bool]:
         """The last is false if time or memory ran out, which another start may have."""
@@ -449,8 +445,8 @@ def _tried(
 
 
 def _fusible_share(runner: GraphRunner) -> float:
-    """The most of a step of a timed key, by torch's profiler and the gaps between kernels of a
-    graph, without products, convolutions, attention, and operators that are not torch's.
+    """The most of a step of a timed key, without products, convolutions, attention, and operators
+    that are not torch's.
     """
     shares = list[float]()
     graphs = runner.graphs
