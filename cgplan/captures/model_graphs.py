@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -702,6 +702,14 @@ class Rehearsal:
         return False
 
     # --- runs after a look ------------------------------------------------------------------------
+
+    @contextmanager
+    def from_same_state(self, key: Key, *, replays: bool) -> Iterator[None]:
+        """A block. Replays run no Python, so they do not tell what is first use."""
+        self.put_back.restore(between_keys=True)
+        self.set_context(key)
+        with nullcontext() if replays else self.put_back.run():
+            yield
 
     @contextmanager
     def judged_run(

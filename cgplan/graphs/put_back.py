@@ -3,9 +3,9 @@
 Note [What is put back]
     Tensors and attributes that each run of a key changes; dicts, lists and sets lose what they got
     if no graph stays. What first runs of keys alone change was made on first use, of the model or
-    of a size, and stays with its flags, seen or not, as captures rely on it; then other attributes
-    keep what the first run left, which may belong to it. If no graph stays, all Python is undone
-    that can be, with tensors that its runs wrote. What a failed run changed is undone at its end.
+    of a size, and stays with its flags, seen or not, as captures rely on it; new attributes that
+    each run changes keep what the first run left. If no graph stays, all Python is undone that can
+    be, with tensors that its runs wrote. What a failed run changed is undone at its end.
     Small storages are rewound before each run, as positions must not run past a cache, until a run
     of a key does not write them again.
 """
@@ -617,7 +617,7 @@ class PutBack:
         for path, change in self.last.items():
             if path not in made:
                 self.volatile.add(path)
-                self._undo(path, change, is_beside_made=bool(made))
+                self._undo(path, change, keeps_new=bool(made))
                 continue
             nbytes = change.now.nbytes if is_tensor(change.now) else 0
             self.outcome[path] = nbytes, "new"
@@ -631,16 +631,16 @@ class PutBack:
         path: str,
         change: Change,
         *,
-        is_beside_made: bool,
+        keeps_new: bool,
     ) -> None:
-        """Where first use made something, attributes keep what the first run left."""
+        """Where first use made something, new attributes keep what the first run left."""
         if not self.may_undo(path):
             return
         known = self._paths.get(path)
         value = change.was
-        keeps_first = is_beside_made and self.before.is_attribute(change)
-        if keeps_first and known is not None and not known.is_captured:
-            value = known.first
+        is_new = value is ABSENT and self.before.is_attribute(change)
+        if keeps_new and is_new and known is not None:
+            value = known.first  # ABSENT, if a capture left it
         change.bind(value)
 
     def _kept(

@@ -569,12 +569,10 @@ def _first_difference(runner: GraphRunner) -> str | None:
             eager = partial(graphs.run_eager, descriptor, views)
             replay = partial(graphs.run_wrapped, key, views)
             for run in (eager, replay):
-                rehearsal.put_back.restore(between_keys=True)
-                rehearsal.set_context(key)
                 calls = list[Any]()
                 outputs.append(calls)
                 random = random_state_kept(device, graphs.generators)
-                with random, rehearsal.put_back.run():
+                with rehearsal.from_same_state(key, replays=run is replay), random:
                     for _ in range(3):
                         output = run()
                         calls.append(tree_map_only(Tensor, torch.clone, output))

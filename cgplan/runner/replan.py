@@ -63,9 +63,7 @@ def time_on_padding(
             found[key] = [], []
             for index in range(1 + REPEATS):
                 for run, rounds in zip((eager, replay), found[key], strict=True):
-                    rehearsal.put_back.restore(between_keys=True)
-                    rehearsal.set_context(key)
-                    with rehearsal.put_back.run():
+                    with rehearsal.from_same_state(key, replays=run is replay):
                         [microseconds] = graphs.backend.time_calls(run, 1)[0]
                     if index:  # the first round warms up
                         rounds.append(microseconds)

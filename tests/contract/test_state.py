@@ -1462,3 +1462,52 @@ def test_a_look_that_fails_half_way_leaves_nothing(backend: GraphBackend) -> Non
     for _ in range(6):
         assert torch.equal(g(x), x)
         assert model.scale == 0
+
+
+class StateBesideTables(nn.Module):
+    """An attribute that each run changes, beside tables that are made on first use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = torch.zeros(2)
+        self.angles: Tensor | None = None
+        self.masks: dict[int, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.angles is None:
+            self.angles = torch.arange(2.0, device=x.device)
+        if len(x) not in self.masks:
+            self.masks[len(x)] = torch.ones(len(x), 1, device=x.device)
+        self.state = torch.tanh(self.state.to(x.device) * 0.5 + x[0])
+        return (x + self.state + self.angles) * self.masks[len(x)]
+
+
+@pytest.mark.parametrize("warms_up", [False, True])
+def test_an_attribute_that_each_run_changes_is_put_back_beside_tables(
+    backend: GraphBackend, warms_up: bool
+) -> None:
+    model, plain = StateBesideTables().eval(), StateBesideTables().eval()
+    g = cgplan.graphed(model, compilation={"capture_policy": "eager"})
+    with torch.no_grad():
+        if warms_up:
+            g.warm_up(torch.ones(3, 2, device=backend.device))
+        for rows in (3, 3, 3, 2, 2, 4):
+            x = torch.randn(rows, 2, device=backend.device)
+            same(g(x), plain(x))
+
+
+class DoublesFirstRuns(nn.Module):
+    runs = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        return x * 2 if self.runs < 3 else x
+
+
+def test_an_attribute_is_put_back_although_the_replays_that_are_timed_do_not_change_it(
+    backend: GraphBackend,
+) -> None:
+    model = DoublesFirstRuns().eval()
+    with closing(open_runner(backend, model, cudagraph_mode="AUTO")) as runner:
+        assert model.runs == 0
+        assert answers(lambda x: runner(x=x + 1), backend.device, 2, 2, 2) == [2, 2, 1]
