@@ -152,7 +152,7 @@ class Capturer:
             while found is Next.TRY_AGAIN:
                 attempt.before = None
                 found = self._try(rehearsal, attempt)
-                rehearsal.put_back.restore(between_keys=True)
+                rehearsal.put_back.rewind()
         return found
 
     def _try(self, rehearsal: Rehearsal, attempt: _Attempt) -> GraphRecord | Next:

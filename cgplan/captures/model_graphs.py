@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,8 +26,9 @@ from cgplan.graphs.change_detector import AddressChecks
 from cgplan.graphs.fingerprint import Change, Fingerprint, is_ignored, is_within
 from cgplan.graphs.footprint import Footprint, look
 from cgplan.graphs.pools import GraphPool, RunnerPools
-from cgplan.graphs.put_back import PutBack, copy_limit
+from cgplan.graphs.put_back import PutBack
 from cgplan.graphs.wrapper import CUDAGraphEntry, CUDAGraphWrapper
+from cgplan.graphs.written import copy_limit
 from cgplan.modes import BatchDescriptor, CUDAGraphMode, Key
 from cgplan.piecewise.breaks import any_breaks
 from cgplan.piecewise.routes import SplitRoute, choose_route
@@ -369,7 +370,7 @@ class ModelGraphs:
             self._rehearsal = None
             with suppress(*suppressed):  # a lost device raises its own error
                 self._end_rehearsal(put_back)
-            put_back.drop_copies()
+            put_back.storages.clear()
 
     def fingerprint(self) -> Fingerprint:
         if self._fingerprint is not None and not self._fingerprint.changes():
@@ -386,7 +387,7 @@ class ModelGraphs:
             self.before_key(*key, self.views(key[1]))
             yield
         finally:
-            before.put_back()
+            before.undo_attributes()
 
     def _end_rehearsal(self, put_back: PutBack) -> None:
         self.backend.synchronize()
@@ -403,7 +404,7 @@ class ModelGraphs:
         most_compared = 0
         if self.real_rows is not None:
             most_compared = copy_limit(self.config.compilation, self.backend)
-        for written in put_back.written.values():
+        for written in put_back.storages.by_address.values():
             tensor = written.tensor
             storage = tensor.untyped_storage()
             nbytes = storage.nbytes()
@@ -426,7 +427,7 @@ class ModelGraphs:
     @property
     def copied_bytes(self) -> int:
         """On the device, of the model's state."""
-        return 0 if self._rehearsal is None else self._rehearsal.put_back.copied["device"]
+        return 0 if self._rehearsal is None else self._rehearsal.put_back.storages.copied["device"]
 
     @contextmanager
     def first_captures(self) -> Iterator[Rehearsal]:
@@ -705,10 +706,10 @@ class Rehearsal:
 
     @contextmanager
     def from_same_state(self, key: Key, *, replays: bool) -> Iterator[None]:
-        """A block. Replays run no Python, so they do not tell what is first use."""
-        self.put_back.restore(between_keys=True)
+        """A block of one run."""
+        self.put_back.rewind()
         self.set_context(key)
-        with nullcontext() if replays else self.put_back.run():
+        with self.put_back.run(replays=replays):
             yield
 
     @contextmanager
@@ -769,7 +770,7 @@ class Rehearsal:
     @property
     def left(self) -> str:
         """Paths of Python and tensors that the last run changed, and not each run does."""
-        return _listed([*self._left, *self.put_back.newly_written])
+        return _listed([*self._left, *self.put_back.storages.new])
 
     @property
     def _left(self) -> dict[str, Change]:

@@ -49,7 +49,7 @@ from cgplan.errors import (
     OutputShapeError,
 )
 from cgplan.graphs.pools import GraphPool
-from cgplan.graphs.put_back import version_of
+from cgplan.graphs.written import version_of
 from cgplan.modes import CUDAGraphMode, Key
 from cgplan.planning import build_plan
 from cgplan.runner.prepared import PreparedCall

@@ -29,7 +29,8 @@ from cgplan.errors import InputError, OutputShapeError
 from cgplan.graphs.change_detector import ChangeDetector
 from cgplan.graphs.fingerprint import Change, Fingerprint
 from cgplan.graphs.footprint import look
-from cgplan.graphs.put_back import PutBack, copy_limit, version_of
+from cgplan.graphs.put_back import PutBack
+from cgplan.graphs.written import copy_limit, version_of
 from cgplan.runner.runner import GraphRunner
 from cgplan.units import counted
 

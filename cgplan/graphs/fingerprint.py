@@ -203,7 +203,7 @@ class Change:
         container, key = self.where
         with suppress(LookupError, AttributeError, TypeError):
             if key is _CONTENTS:
-                container.put_back()
+                container.refill()
             elif value is ABSENT:
                 del container[key]
             else:
@@ -244,7 +244,7 @@ class Stateful(NamedTuple):
     is_small: bool = False
     items: Any = None  # a set
 
-    def put_back(self) -> None:
+    def refill(self) -> None:
         """A set of plain values."""
         before = {item for _, item in self.state}
         set.intersection_update(self.items, before)
@@ -448,11 +448,11 @@ class Fingerprint:
                 return True
         return False
 
-    def put_back(
+    def undo_attributes(
         self,
         ignore: Iterable[str] = (),
     ) -> bool:
-        """Undo changes of attributes; whether Python is then as it was."""
+        """Whether Python is then as it was."""
         for change in self.changes(ignore).values():
             if self.is_attribute(change):
                 change.bind(change.was)

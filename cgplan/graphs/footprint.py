@@ -299,7 +299,7 @@ class Look(DispatchMode):
     ) -> Any:
         found = self.found
         written = written_tensors(func, args, kwargs)
-        self._put_back.save(written)
+        self._put_back.storages.save(written)
         generator = kwargs.get("generator")
         if generator is not None:
             self._know(generator)

@@ -162,7 +162,7 @@ class Contents:
             return None
         return self.length  # the same object: places are compared by identity
 
-    def put_back(self) -> None:
+    def refill(self) -> None:
         """A list that grew."""
         del self.value[self.length :]
 

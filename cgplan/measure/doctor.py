@@ -41,7 +41,7 @@ def check_up(runner: GraphRunner) -> DoctorReport:
             with on_padding(graphs) as rehearsal:
                 rehearsal.look(key)
                 for _ in range(REPEATS):
-                    rehearsal.put_back.restore(between_keys=True)
+                    rehearsal.put_back.rewind()
                     times = [graphs.backend.time_calls(run, 1)[0][0] for run in segments]
                     rounds.append(sum(times))
             inside = min(median(rounds), step)

@@ -49,7 +49,7 @@ from cgplan.buffers.batch import alike_to, never
 from cgplan.buffers.outputs import hides_tensors
 from cgplan.errors import CaptureError
 from cgplan.graphs.footprint import modules_reached
-from cgplan.graphs.put_back import bytes_of
+from cgplan.graphs.written import bytes_of
 
 _LEAF = tree_structure(None)
 _EMPTY = tree_structure(())

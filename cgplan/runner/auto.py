@@ -458,7 +458,7 @@ def _fusible_share(runner: GraphRunner) -> float:
     with on_padding(graphs) as rehearsal:
         for key in timed_keys(runner):
             rehearsal.look(key)
-            rehearsal.put_back.restore(between_keys=True)
+            rehearsal.put_back.rewind()
             rehearsal.set_context(key)
             with torch.profiler.profile(acc_events=True) as profile:
                 graphs.run_eager(key[1], graphs.views(key[1]))

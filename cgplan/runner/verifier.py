@@ -31,7 +31,7 @@ from cgplan.captures.failures import explain_eager_failure, raise_caused
 from cgplan.captures.model_graphs import ModelGraphs
 from cgplan.errors import NumbersError
 from cgplan.graphs.fingerprint import Change, Fingerprint, Place
-from cgplan.graphs.put_back import copy_limit, version_of
+from cgplan.graphs.written import copy_limit, version_of
 from cgplan.modes import BatchDescriptor, CUDAGraphMode, Key
 from cgplan.reports.records import VerifyRecord
 from cgplan.runner.prepared import NO_COMPARISON, Due, PreparedCall, Values
@@ -192,7 +192,7 @@ class _Moment:
             storage.copy_(copy)
         for generator, state in self.random.items():
             generator.set_state(state)
-        return self._python is None or self._python.put_back(self._ignore)
+        return self._python is None or self._python.undo_attributes(self._ignore)
 
     def has_drawn_until(self, other: _Moment) -> bool:
         return not all(map(torch.equal, self.random.values(), other.random.values()))

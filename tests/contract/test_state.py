@@ -1511,3 +1511,48 @@ def test_an_attribute_is_put_back_although_the_replays_that_are_timed_do_not_cha
     with closing(open_runner(backend, model, cudagraph_mode="AUTO")) as runner:
         assert model.runs == 0
         assert answers(lambda x: runner(x=x + 1), backend.device, 2, 2, 2) == [2, 2, 1]
+
+
+class FirstBatchDiffers(nn.Module):
+    """Statistics of the first batch, which padding leaves at 0, or that later batches go on with."""
+
+    def __init__(self, runs_on: bool) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(2))
+        self.is_first = True
+        self.runs_on = runs_on
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_first:
+            where = (
+                self.mean if self.runs_on else self.mean.data
+            )  # versions do not count the latter
+            where.copy_(x[0])
+            self.is_first = False
+        elif self.runs_on:
+            self.mean.mul_(0.5).add_(x[0], alpha=0.5)
+        return x + self.mean
+
+
+@pytest.mark.parametrize("way", ["FULL", "lazy", "AUTO", "warm_up", "eager"])
+@pytest.mark.parametrize("runs_on", [False, True])
+def test_statistics_that_the_first_batch_begins_are_not_of_padding(
+    backend: GraphBackend, runs_on: bool, way: str
+) -> None:
+    model, plain = (FirstBatchDiffers(runs_on).to(backend.device).eval() for _ in range(2))
+    run: Any = model
+    if way == "FULL":
+        with pytest.raises(CaptureError, match="mean on first use"):
+            open_runner(backend, model)
+    elif way == "lazy":
+        run = open_runner(backend, model, capture_policy="lazy", verify="off")
+    elif way == "AUTO":
+        run = open_runner(backend, model, cudagraph_mode="AUTO")
+    else:
+        sizes = {"capture_policy": "eager"} if way == "eager" else {}
+        run = cgplan.graphed(model, compilation=sizes)
+        if way == "warm_up":
+            run.warm_up(torch.zeros(4, 2, device=backend.device))
+    for _ in range(6):
+        x = torch.randn(4, 2, device=backend.device)
+        same(run(x), plain(x))

@@ -58,7 +58,7 @@ def run(model: Model, change: Callable[[Any], None], captures: int) -> PutBack:
             change(model)
         with kept.run(captures=True):
             change(model)
-        kept.restore(between_keys=True)
+        kept.rewind()
     kept.restore()
     return kept
 
@@ -245,14 +245,19 @@ def test_only_what_is_written_is_copied_and_restore_may_be_called_again() -> Non
         model.layer(model.steps)
 
     kept = looked(model, forward)
-    assert kept.copied["device"] == 24  # also of small state that no operator was seen to write
-    assert [written.path for written in kept.written.values()] == ["x.steps", "x.log[0]"]
+    assert (
+        kept.storages.copied["device"] == 24
+    )  # also of small state that no operator was seen to write
+    assert [written.path for written in kept.storages.by_address.values()] == [
+        "x.steps",
+        "x.log[0]",
+    ]
     for _ in range(2):
         kept.restore()
         assert (model.steps.tolist(), model.log[0].tolist()) == ([0, 0], [0, 0])
         model.steps.add_(5)
-    kept.drop_copies()
-    assert kept.copied["device"] == 0
+    kept.storages.clear()
+    assert kept.storages.copied["device"] == 0
 
 
 def test_batch_norm_writes_although_its_schema_does_not_say_so() -> None:
@@ -267,7 +272,7 @@ def test_batch_norm_writes_although_its_schema_does_not_say_so() -> None:
 def test_copies_of_small_state_keep_the_limit() -> None:
     model = SimpleNamespace(state=[torch.zeros(8) for _ in range(10)])
     kept = looked(model, lambda: model.state[9].add_(1), limit=3 * 32)
-    assert kept.copied["device"] == 3 * 32
+    assert kept.storages.copied["device"] == 3 * 32
 
 
 def test_what_is_too_large_is_named() -> None:
@@ -308,7 +313,7 @@ def test_small_tensors_hold_their_first_values_ahead_of_each_run_and_large_ones_
         with kept.run():
             forward()
     assert seen == [(0, 0), (0, 1), (0, 2)]
-    kept.restore(between_keys=True)
+    kept.rewind()
     assert (model.small.item(), model.large[0].item()) == (0, 3)
     kept.restore()
     assert (model.small.item(), model.large[0].item()) == (0, 0)
@@ -360,15 +365,15 @@ def test_attributes_that_one_run_bound_are_put_back_alone_and_the_rest_is_told()
     model = Model()
     before = Fingerprint.of({"x": model}, CPU)
     model.count, model.part.count = 1, 1
-    assert before.put_back()
+    assert before.undo_attributes()
     assert (model.count, model.part.count) == (0, 0)
     model.count = 1
     model.log.append(1)
-    assert not before.put_back()
+    assert not before.undo_attributes()
     assert model.count == 0
     assert len(model.log) == 3
     model.count = 1
-    assert before.put_back(["x.log", "x.count"])
+    assert before.undo_attributes(["x.log", "x.count"])
     assert model.count == 1, "what is ignored stays as it is"
 
 

@@ -1,0 +1,382 @@
+"""The storages of a model that runs write, and copies of them from before."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from cgplan.backends import GraphBackend
+from cgplan.config import CompilationConfig
+from cgplan.graphs.fingerprint import Fingerprint, Place
+
+_HOST_COPIES = 1 << 30  # bytes
+_SMALL = 1 << 20  # bytes
+
+Outcome = Literal["device", "host", "new", "not kept"]
+
+
+class Run(NamedTuple):
+    """Of the forward.
+
+    Attributes:
+        key: An object of its own after a failure.
+        is_later: The key has run before.
+        is_whole: It did not fail, and was no replay, which runs no Python.
+    """
+
+    number: int
+    key: object
+    is_later: bool
+    is_whole: bool
+    captures: bool
+
+
+@dataclass(slots=True)
+class Uses:
+    """The runs that changed one place.
+
+    Attributes:
+        runs: With versions written, if it is a tensor.
+        by_later_run: Not each was its key's first one.
+        repeated: Two runs of a key did.
+        skipped: Some run did not.
+        stopped: A later run of such a key did not.
+    """
+
+    runs: dict[int, int] = field(default_factory=dict)
+    by_later_run: bool = False
+    repeated: bool = False
+    skipped: bool = False
+    stopped: bool = False
+    _keys: set[object] = field(default_factory=set)
+
+    def count(
+        self,
+        run: Run,
+        versions: int = 0,
+    ) -> None:
+        self.skipped |= not self.runs and run.number > 0
+        self.by_later_run |= run.is_later
+        self.repeated |= run.key in self._keys
+        self.runs[run.number] = versions
+        self._keys.add(run.key)
+
+    def miss(
+        self,
+        run: Run,
+        *,
+        is_sure: bool = True,
+    ) -> None:
+        if run.is_whole:
+            self.skipped = True
+            self.stopped |= is_sure and run.key in self._keys
+
+    @property
+    def is_first_use(self) -> bool:
+        """Whether they were first runs of their keys alone, or several and then no more."""
+        if self.by_later_run:
+            return self.repeated and self.stopped
+        return bool(self.runs) and self.skipped
+
+
+class _Unowned(NamedTuple):
+    """Written, and on no path of the model yet."""
+
+    reference: StorageWeakRef
+    copy: torch.UntypedStorage | None
+    version: int | None
+
+
+@dataclass(slots=True)
+class Written:
+    """A storage.
+
+    Attributes:
+        shows: A run changed its bytes or its version.
+        is_captured: A capture did.
+        is_filled_again: A run changed what another one computed.
+        now: Its bytes, if small: kernels may write without a version.
+        after_first: Those that its first run computed.
+    """
+
+    path: str
+    tensor: torch.Tensor
+    storage: torch.UntypedStorage
+    copy: torch.UntypedStorage | None
+    version: int | None
+    outcome: Outcome
+    uses: Uses = field(default_factory=Uses)
+    shows: bool = False
+    is_captured: bool = False
+    is_filled_again: bool = False
+    now: torch.UntypedStorage | None = None
+    after_first: torch.UntypedStorage | None = None
+
+    @property
+    def is_small(self) -> bool:
+        return self.copy is not None and self.storage.nbytes() <= _SMALL
+
+    def count_run(
+        self,
+        run: Run,
+        *,
+        is_seen: bool,
+    ) -> None:
+        """``is_seen``: an operator wrote it, perhaps what was there."""
+        uses = self.uses
+        version = version_of(self.tensor)
+        versions = (version or 0) - (self.version or 0)
+        self.version = version
+        has_written = versions != 0
+        if self.is_small:
+            has_written |= self._has_other_bytes(run)
+        elif version is None:
+            has_written = True
+        self.shows |= has_written
+        if has_written or (is_seen and self.is_small):
+            uses.count(run, versions)
+            self.is_captured |= run.captures
+            return
+        shows = self.shows
+        if run.captures:  # nothing is computed
+            shows = all(uses.runs.values())
+        uses.miss(run, is_sure=shows)
+        if uses.stopped and len(uses.runs) == 1:
+            self.fill(self.after_first)  # the rewind ahead of this run took it
+
+    def _has_other_bytes(
+        self,
+        run: Run,
+    ) -> bool:
+        """Than after the run before."""
+        now = bytes_of(self.storage)
+        before = bytes_of(self.now or self.copy).to(now.device)
+        is_changed = not torch.equal(now, before)
+        self.now = self.storage.clone()
+        if is_changed:
+            original = bytes_of(self.copy).to(now.device)
+            fills_again = bool(self.uses.runs)
+            if now.shape == before.shape == original.shape:
+                is_kept = (before == original) | (now == before)
+                fills_again = not is_kept.all()
+            self.is_filled_again |= fills_again
+            if not self.uses.runs and not run.captures:
+                self.after_first = self.now
+        return is_changed
+
+    def fill(
+        self,
+        copy: torch.UntypedStorage | None,
+    ) -> None:
+        if copy is not None and self.storage.nbytes() == copy.nbytes():
+            self.storage.copy_(copy)
+            self.now = copy
+
+
+class WrittenStorages:
+    """See Note [What is put back] in put_back.py.
+
+    Args:
+        limit: Bytes of copies on the device.
+
+    Attributes:
+        by_address: Those that runs wrote.
+        copied: Bytes by kind of copy.
+        new: Paths of tensors that the last run wrote, and another one did not.
+    """
+
+    def __init__(
+        self,
+        before: Fingerprint,
+        limit: int,
+    ) -> None:
+        self._limit = limit
+        self.by_address: dict[int, Written] = {}
+        self.copied = Counter[Outcome]()
+        self.new: list[str] = []
+        self._unowned: dict[int, _Unowned] = {}
+        self._seen = set[int]()  # addresses that operators of this run wrote
+        self.of_model = by_address(before)
+        self._versioned = list[Place]()
+        self._versions = list[int]()  # ahead of the run
+        for place in before.of_tensors:
+            if place.value.layout is torch.strided and not place.value.is_inference():
+                self._versioned.append(place)
+        self._small: dict[int, Written] = {}  # a look sees what its size writes
+        for address, (path, tensor) in self.of_model.items():
+            storage = tensor.untyped_storage()
+            is_state = type(tensor) is not torch.nn.Parameter
+            if limit and is_state and 0 < storage.nbytes() <= _SMALL:
+                self._small[address] = self._copied(
+                    path,
+                    tensor,
+                    storage,
+                )
+
+    def save(
+        self,
+        written: Iterable[torch.Tensor],
+    ) -> None:
+        """Ahead of an operator that writes them."""
+        for tensor in written:
+            try:
+                storage = tensor.untyped_storage()
+                if storage.device.type == "meta":
+                    continue
+                address = storage.data_ptr()
+            except (RuntimeError, NotImplementedError):
+                continue
+            self._seen.add(address)
+            if not address or address in self.by_address:
+                continue
+            if address in self.of_model:
+                small = self._small.get(address)
+                copied = small or self._copied(*self.of_model[address], storage)
+                self.by_address[address] = copied
+                continue
+            known = self._unowned.get(address)
+            if known is None or known.reference.expired():
+                reference = StorageWeakRef(storage)
+                copy = None
+                nbytes = storage.nbytes()
+                if nbytes <= _SMALL or nbytes <= self._room():
+                    with suppress(torch.OutOfMemoryError):
+                        copy = storage.clone()
+                self._unowned[address] = _Unowned(reference, copy, version_of(tensor))
+
+    def _room(self) -> int:
+        """Bytes left for copies on the device."""
+        left = self._limit - self.copied["device"]
+        for address, known in list(self._unowned.items()):
+            if known.reference.expired():
+                del self._unowned[address]
+            elif known.copy is not None:
+                left -= known.copy.nbytes()
+        return left
+
+    def _copied(
+        self,
+        path: str,
+        tensor: torch.Tensor,
+        storage: torch.UntypedStorage,
+    ) -> Written:
+        nbytes = storage.nbytes()
+        copy: torch.UntypedStorage | None = None
+        outcome: Outcome = "not kept"
+        if self.copied["device"] + nbytes <= self._limit:
+            with suppress(torch.OutOfMemoryError):
+                copy = storage.clone()
+                outcome = "device"
+        if (
+            copy is None
+            and storage.device.type != "cpu"
+            and self.copied["host"] + nbytes <= _HOST_COPIES
+        ):
+            copy = storage.cpu()
+            outcome = "host"
+        if copy is not None:
+            self.copied[outcome] += nbytes
+        return Written(
+            path,
+            tensor,
+            storage,
+            copy,
+            version_of(tensor),
+            outcome,
+        )
+
+    def begin_run(self) -> None:
+        with torch._C.DisableTorchFunction():
+            self._versions = [place.value._version for place in self._versioned]
+
+    def rewind(self) -> None:
+        """Small ones, but what is made on first use."""
+        for written in self.by_address.values():
+            if written.is_small and not written.uses.is_first_use:
+                written.fill(written.copy)
+
+    def adopt(
+        self,
+        state: Callable[[], Fingerprint],
+    ) -> None:
+        """Storages that the run bound in the model."""
+        if not self._unowned:
+            return
+        for address, (path, tensor) in by_address(state()).items():
+            known = self._unowned.get(address)
+            if known is None or known.reference.expired() or address in self.by_address:
+                continue
+            _, copy, version = known
+            if copy is not None:
+                self.copied["device"] += copy.nbytes()
+            self.by_address[address] = Written(
+                path,
+                tensor,
+                tensor.untyped_storage(),
+                copy,
+                version,
+                "new" if copy is None else "device",  # large ones are made by runs
+            )
+
+    def count_run(
+        self,
+        run: Run,
+    ) -> None:
+        self.new = []
+        with torch._C.DisableTorchFunction():
+            for place, version in zip(self._versioned, self._versions, strict=True):
+                if place.value._version == version:
+                    continue
+                address = place.value.untyped_storage().data_ptr()
+                if address in self._small:
+                    self.by_address.setdefault(address, self._small[address])
+                if address not in self.by_address:
+                    self.new.append(place.path)
+            for address, written in self.by_address.items():
+                written.count_run(run, is_seen=address in self._seen)
+                if run.number in written.uses.runs and written.uses.skipped:
+                    self.new.append(written.path)
+        self._unowned.clear()
+        self._seen.clear()
+
+    def clear(self) -> None:
+        """Drop copies: an exception's frames may hold this object for long."""
+        self.by_address.clear()
+        self._small.clear()
+        self.copied.clear()
+
+
+def by_address(state: Fingerprint) -> dict[int, tuple[str, torch.Tensor]]:
+    """Path and tensor of each storage."""
+    found = dict[int, tuple[str, torch.Tensor]]()
+    for place in state.of_tensors:
+        with suppress(RuntimeError, NotImplementedError):
+            address = place.value.untyped_storage().data_ptr()
+            found.setdefault(address, (place.path, place.value))
+    return found
+
+
+def copy_limit(
+    compilation: CompilationConfig,
+    backend: GraphBackend,
+) -> int:
+    """Bytes on the device."""
+    limit = compilation.state_copy
+    if limit is None:
+        limit = (backend.memory().free or 4 << 30) // 4
+    return limit
+
+
+def bytes_of(storage: Any) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def version_of(tensor: torch.Tensor) -> int | None:
+    """Torch's count of writes; inference tensors have none."""
+    return None if tensor.is_inference() else tensor._version
