@@ -1,27 +1,25 @@
 """What runs ahead of a capture change of a model, and what it gets back.
 
 Note [What is put back]
-    First use is what first runs of keys change and later runs of them do not: tables and their
-    flags. What an operator was seen to write, but no byte shows, is as the flags of its run.
+    First use is what first runs of keys change and later ones do not: tables, their flags, and what
+    a run with such flags was seen to write, though no byte shows it.
 
-    changed                        a graph stays             none stays
-    by each run, by a later alone  back                      back
-    - entries of containers        stay, as a user's log     back
-    - attributes, new beside       as the first run left     as the first run left
-      first use                    them
-    on first use                   stays, as graphs rely     back; with what cannot be undone it
-                                   on it                     stays, unless looks saw that it was
-                                                             computed from inputs
-    - tensor, its flags not seen   stays                     stays
-    both, in other amounts         refused                   back
-    by a run that failed           back at its end           back at its end
+    changed                   a graph stays           none stays
+    by each run, or later     back                    back
+      entries of containers   stay                    back
+      attributes it adds      beside first use as the first run left them
+    on first use              stays                   back, or stays with what cannot be undone,
+                                                      unless looks saw state computed from inputs
+      tensor, flags unseen    stays                   stays
+    both, in other amounts    refused                 back
+    by a failed run           back at its end         back at its end
 
     Small tensors go back ahead of each run, too, as positions must not run past a cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -235,47 +233,40 @@ class PutBack:
     # --- what becomes of it -----------------------------------------------------------------------
 
     @property
-    def made(self) -> set[str]:
-        """Paths of Python that stay, as they were made on first use."""
-        found = set[str]()
+    def made(self) -> dict[str, Uses]:
+        """Python that stays, by path, as it was made on first use."""
+        found = dict[str, Uses]()
         lasting = set[int]()  # runs that cannot be undone
+        # padding or an example
+        is_of_inputs = self.value_read is not None
+        for reference in self.computed.values():
+            is_of_inputs |= not reference.expired()
         for path, known in self._bound.items():
-            if known.is_captured or not known.uses.is_first_use:
+            uses = known.uses
+            if known.is_captured or not uses.is_first_use:
                 continue
             change = self.last.get(path)
             if change is not None:
                 container, _ = change.where or (None, None)
                 if id(container) in self._growing:
                     continue
-                if container is None and not self._is_of_inputs:
-                    lasting.update(known.uses.runs)
-            found.add(path)
-        if not self.keeps_first_use:
-            found = {path for path in found if lasting.issuperset(self._bound[path].uses.runs)}
-        return found
-
-    @property
-    def _is_of_inputs(self) -> bool:
-        """Whether looks saw state computed from inputs, which are padding or an example."""
-        if self.value_read is not None:
-            return True
-        return not all(reference.expired() for reference in self.computed.values())
-
-    def _runs_of(
-        self,
-        paths: Iterable[str],
-    ) -> set[int]:
-        found = set[int]()
-        for path in paths:
-            found.update(self._bound[path].uses.runs)
-        return found
+                if container is None and not is_of_inputs:
+                    lasting.update(uses.runs)
+            found[path] = uses
+        if self.keeps_first_use:
+            return found
+        stays = dict[str, Uses]()
+        for path, uses in found.items():
+            if lasting.issuperset(uses.runs):
+                stays[path] = uses
+        return stays
 
     @property
     def prepared(self) -> list[str]:
         """Paths of tensors that first use wrote, and later runs write, too, or fill again: nothing
         holds what they were in between.
         """
-        of_first_use = self._runs_of(self.made)
+        of_first_use = _runs_of(self.made)
         steady = set(filter(self.is_steady, self._bound))
         found = list[str]()
         for written in self.storages.by_address.values():
@@ -301,7 +292,7 @@ class PutBack:
         """Paths of tensors that were made on first use of what looks saw computed."""
         found = list[str]()
         made = self.made
-        of_first_use = self._runs_of(made)
+        of_first_use = _runs_of(made)
         storages = self.storages
         state = by_address(self._now()) if made else storages.of_model
         for address, (path, tensor) in state.items():
@@ -373,12 +364,12 @@ class PutBack:
 
     def _undo(
         self,
-        made: set[str],
+        made: Mapping[str, Uses],
     ) -> None:
         """All Python but what was made."""
         for path, change in self.last.items():
             known = self._bound.get(path)
-            if path not in made or len(self._bound[path].uses.runs) > 1:  # bound for each size
+            if path not in made or len(made[path].runs) > 1:  # bound for each size
                 self.volatile.add(path)
             if path in made:
                 nbytes = change.now.nbytes if is_tensor(change.now) else 0
@@ -390,6 +381,13 @@ class PutBack:
                 change.bind(value)
         if self.last:
             self.last = self.before.changes()
+
+
+def _runs_of(made: Mapping[str, Uses]) -> set[int]:
+    found = set[int]()
+    for uses in made.values():
+        found.update(uses.runs)
+    return found
 
 
 def _differing(
