@@ -1,7 +1,5 @@
 """The choice of a backend: CUDA graphs or the tape."""
 
-from __future__ import annotations
-
 import torch
 
 from cgplan.backends.backend import GraphBackend, MemoryReading

@@ -71,17 +71,18 @@ class Trace:
         ended = ended or perf_counter_ns()
         thread = threading.get_native_id()
         self._threads[thread] = threading.current_thread().name
-        event = {
-            "name": name,
-            "cat": "cgplan",
-            "ph": "X",
-            "ts": (began - self._zero) / 1e3,
-            "dur": (ended - began) / 1e3,
-            "pid": os.getpid(),
-            "tid": thread,
-            "args": args,
-        }
-        self.events.append(event)
+        self.events.append(
+            {
+                "name": name,
+                "cat": "cgplan",
+                "ph": "X",
+                "ts": (began - self._zero) / 1e3,
+                "dur": (ended - began) / 1e3,
+                "pid": os.getpid(),
+                "tid": thread,
+                "args": args,
+            }
+        )
 
     @contextmanager
     def on(self) -> Iterator[Trace]:
@@ -352,7 +353,6 @@ def forget_capture(graph: Any) -> None:
 
 SESSION_SECONDS = 1800.0
 captures_lock = threading.RLock()
-_depth = 0
 
 
 @contextmanager
@@ -360,21 +360,18 @@ def gc_paused() -> Iterator[None]:
     """A block without garbage collections, which might free a CUDA tensor; nestable. Other threads
     wait, and raise CaptureError after SESSION_SECONDS.
     """
-    global _depth
     if not captures_lock.acquire(timeout=SESSION_SECONDS):
         raise CaptureError(
             f"another thread has been capturing for more than {SESSION_SECONDS:g} s",
             remedy="Let no eager piece or warm-up wait for a thread that captures.",
         )
     was_enabled = gc.isenabled()
-    _depth += 1
     try:
-        if _depth == 1:
+        if was_enabled:
             gc.collect(1)
         gc.disable()
         yield
     finally:
-        _depth -= 1
         if was_enabled:
             gc.enable()
         captures_lock.release()

@@ -1,7 +1,5 @@
 """The line of the user's code that is to blame."""
 
-from __future__ import annotations
-
 import contextlib
 import linecache
 import os

@@ -150,6 +150,20 @@ def get_forward_context() -> ForwardContext:
     return context
 
 
+@contextmanager
+def deriving(derived: dict[str, Any]) -> Iterator[None]:
+    context = _current.get()
+    if context is None:
+        yield
+        return
+    before = context.derived
+    context.derived = derived
+    try:
+        yield
+    finally:
+        context.derived = before
+
+
 _capture_allowed: ContextVar[bool] = ContextVar("cgplan_capture_allowed", default=True)
 is_capture_allowed = _capture_allowed.get
 

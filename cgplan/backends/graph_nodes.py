@@ -4,8 +4,6 @@ docs/audit.md, What it reads, says which words are ``certain``. Beside its point
 is zero.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -96,13 +94,13 @@ class OperatorLog(OperatorMode):
         end = nodes_so_far(self._device)
         if end is None or self._open_launches() is not launches:
             return result
-        operands = set()
-        for tensor in tensors_in((args, kwargs, result)):
-            if tensor.layout is torch.strided and tensor.device == self._device:
-                operands.add(tensor.untyped_storage().data_ptr())
+        operands = frozenset(
+            tensor.untyped_storage().data_ptr()
+            for tensor in tensors_in((args, kwargs, result))
+            if tensor.layout is torch.strided and tensor.device == self._device
+        )
         name = func._schema.name if hasattr(func, "_schema") else str(func)
-        launch = Launch(first, end, name, blamed_line(), frozenset(operands))
-        launches.append(launch)
+        launches.append(Launch(first, end, name, blamed_line(), operands))
         return result
 
 

@@ -3,8 +3,6 @@
 docs/concepts.md, Code that asks whether a capture is under way, says why its answers differ.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -106,8 +104,6 @@ def _answering_by_package() -> Iterator[None]:
 @contextmanager
 def answering(packages: Collection[str], answer: Answer) -> Iterator[None]:
     """A block in which these top-level packages get ``answer(package)``, in this thread."""
-    answers = dict(_answers.by_package)
-    for package in packages:
-        answers[package] = answer
+    answers = {**_answers.by_package, **dict.fromkeys(packages, answer)}
     with _answering_by_package(), replaced(_answers, by_package=answers):
         yield

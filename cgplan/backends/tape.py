@@ -1,13 +1,11 @@
 """The CPU stand-in, with the contract of CUDA graphs."""
 
-from __future__ import annotations
-
 import gc
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -145,11 +143,9 @@ class TapeBackend(GraphBackend):
 
     def nodes(self, graph: TapeGraph) -> GraphNodes:
         steps = graph.steps or []
-        names: list[str] = []
         tensors: list[Tensor] = []
         nodes: list[int] = []
         for index, step in enumerate(steps):
-            names.append(step.operator)
             for tensor in step.tensors():
                 # without dimensions: TorchScript's numbers
                 if tensor.dim() and tensor.numel():
@@ -157,7 +153,7 @@ class TapeBackend(GraphBackend):
                     nodes.append(index)
         addresses = [tensor.data_ptr() for tensor in tensors]
         return GraphNodes(
-            names=tuple(names),
+            names=tuple(step.operator for step in steps),
             opaque=0,
             words=np.array(addresses, np.uint64),
             nodes=np.array(nodes, np.int64),
@@ -169,8 +165,7 @@ class TapeBackend(GraphBackend):
         found = []
         for pool in _pools:
             for start, end, is_free in pool.spans():
-                reserved = Block(start, end, pool, is_free, "")
-                found.append(reserved)
+                found.append(Block(start, end, pool, is_free, ""))
         return found
 
     def notes(self, graph: TapeGraph) -> tuple[str, ...]:
@@ -216,10 +211,8 @@ class TapeBackend(GraphBackend):
             reserved=self.pool_bytes(*self._own_pools),
         )
 
-    @contextmanager
-    def session(self) -> Iterator[None]:
-        with gc_paused():
-            yield
+    def session(self) -> AbstractContextManager[None]:
+        return gc_paused()
 
     def synchronize(self) -> None:
         pass

@@ -202,7 +202,10 @@ class Tape:
         for alias in self.pool.aliases.values():
             self.before.keep(alias)
 
-    def _note_draw(self, generator: torch.Generator) -> None:
+    def _note_draw(
+        self,
+        generator: torch.Generator,
+    ) -> None:
         if number_of(generator) not in self.generators:
             raise CaptureError(
                 f"a generator that is not registered draws, at {blamed_line()}",
@@ -281,15 +284,14 @@ class Tape:
         call: partial[Any],
         placed: dict[int, Tensor],
     ) -> None:
-        slots = []
-        for i, tensor in placed.items():
-            slots.append((i, self._fixed(tensor)))
+        slots = map(self._fixed, placed.values())
         name = func._schema.name
         if self.launches is not None:
             first = len(self.steps)
             launch = Launch(first, first + 1, name, blamed_line(), frozenset())
             self.launches.append(launch)
-        self.steps.append(Step(name, call, tuple(slots), name in _POSTED))
+        copies = tuple(zip(placed, slots, strict=True))
+        self.steps.append(Step(name, call, copies, name in _POSTED))
 
     def _fixed(self, tensor: Tensor) -> Tensor:
         """Without a hold on its block, deaf to ``.data =``."""

@@ -1,7 +1,5 @@
 """Checks the tensors of a call, and counts their rows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """How far two outputs lie apart, and whether rounding explains it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

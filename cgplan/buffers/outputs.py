@@ -1,7 +1,5 @@
 """Which rows of outputs belong to the batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -138,7 +136,10 @@ def renewed(
             tensors.append(leaf)
     if isinstance(output, Tensor) and tensors:
         return output.clone if clone else output.detach
-    renew: Any = partial(map, Tensor.clone if clone else Tensor.detach)
+    renew: Any = partial(
+        map,
+        Tensor.clone if clone else Tensor.detach,
+    )
     forms = {(type(tensor), tensor.dtype) for tensor in tensors}
     if clone and len(tensors) > 1 and forms == {(Tensor, tensors[0].dtype)}:
         renew = _cloned_by_one_launch

@@ -1,7 +1,5 @@
 """Pinned memory between host tensors and the device."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from typing import Protocol

@@ -1,7 +1,5 @@
 """Static buffers: memory outside the graph pool that graphs read; the runner owns it."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -132,14 +130,12 @@ class StaticBuffer:
     def refill(self) -> None:
         """``fill_padding``; notes whether the model wrote into it."""
         # only torch's operators count writes
-        if self.tensor._version != self.version:
-            self.written = True
+        self.written |= self.tensor._version != self.version
         before = self.tensor.clone().reshape(-1)
         self.fill_padding()
         now = self.tensor.reshape(-1)
         # as bytes: NaN equals nothing
-        if not torch.equal(before.view(torch.uint8), now.view(torch.uint8)):
-            self.written = True
+        self.written |= not torch.equal(before.view(torch.uint8), now.view(torch.uint8))
 
 
 class StaticBuffers:
@@ -187,10 +183,10 @@ class StaticBuffers:
         num_reqs: int,
     ) -> dict[str, Tensor]:
         """New tensor objects."""
-        views = {}
-        for name, buffer in self.buffers.items():
-            views[name] = buffer.view(buffer.count(num_tokens, num_reqs)).detach()
-        return views
+        return {
+            name: buffer.view(buffer.count(num_tokens, num_reqs)).detach()
+            for name, buffer in self.buffers.items()
+        }
 
     def versions(self) -> list[int]:
         return [buffer.tensor._version for buffer in self.buffers.values()]
@@ -296,10 +292,10 @@ def example_batch(
 ) -> dict[str, Tensor]:
     """On the device, by the `example` keys. Equal seeds give equal batches."""
     generator = torch.Generator(device).manual_seed(seed)
-    batch = {}
-    for name, spec in specs.items():
-        batch[name] = _example(spec, num_tokens, num_reqs, generator).to(torch_dtype(spec))
-    return batch
+    return {
+        name: _example(spec, num_tokens, num_reqs, generator).to(torch_dtype(spec))
+        for name, spec in specs.items()
+    }
 
 
 def _example(

@@ -2,8 +2,6 @@
 count as the model's. docs/audit.md says what proves a pointer.
 """
 
-from __future__ import annotations
-
 import gc
 import time
 import weakref
@@ -15,7 +13,6 @@ from itertools import chain
 from typing import Any, Generic, NamedTuple, TypeVar, get_args
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -76,6 +73,28 @@ class Pointer(NamedTuple):
     proof: Owner | None = None
 
 
+class Stale(NamedTuple):
+    pointer: Pointer
+    owner: Owner
+    launch: Launch
+    problem: str
+    path: str
+
+    @property
+    def key(self) -> tuple[Any, str, str | int]:
+        return self.pointer.graph.key, self.problem, self.path or self.pointer.address
+
+    @property
+    def details(self) -> dict[str, Any]:
+        return {
+            "problem": self.problem,
+            "kernel": self.pointer.graph.nodes.names[self.pointer.node],
+            "operator": self.launch.operator,
+            "line": self.launch.line,
+            "detail": self.owner.name,
+        }
+
+
 class Stretches(Generic[T]):
     """Memory with values: the innermost one around an address counts; of equal ones the first."""
 
@@ -108,49 +127,37 @@ class Stretches(Generic[T]):
         return self._values[index] if index >= 0 else None
 
 
-def audit(graphs: ModelGraphs, environment: Environment) -> AuditReport:
+def audit(
+    graphs: ModelGraphs,
+    environment: Environment,
+) -> AuditReport:
     """Look up every pointer of the graphs; ``compilation.audit`` at the capture gives operators and
     lines. Raises BackendError where nodes cannot be read.
     """
     start = time.perf_counter()
     captured = _captured(graphs)
-    pointers = pointers_of(captured, on_host=graphs.backend.is_tape)
     read = time.perf_counter()
     owners = Owners(
         graphs.backend,
         captured,
-        pointers,
         state=_state(graphs),
         at_capture=graphs.addresses.at_capture(),
-        is_own_pool=graphs.pools.handles.__contains__,
+        own_pools=graphs.pools.handles,
     )
     findings = list[Finding]()
-    counts = {graph.key: Counter[Owner]() for graph in captured}
-    for pointer in pointers:
-        graph = pointer.graph
-        owner = pointer.proof or owners.of[pointer.address]
-        if owner is None:
-            continue
-        if owner.kind in PROBLEMS:
-            launch, is_proven = launch_of(pointer, owner.kind)
-            if is_proven:
-                findings.append(
-                    Finding(
-                        mode=graph.key[0],
-                        descriptor=graph.key[1],
-                        problem=owner.kind,
-                        graph=graph.number,
-                        node=pointer.node,
-                        kernel=graph.nodes.names[pointer.node],
-                        operator=launch.operator,
-                        line=launch.line,
-                        address=pointer.address,
-                        detail=owner.name,
-                    )
-                )
-            else:
-                owner = Owner("unproven", f"looks like {owner.kind}")
-        counts[graph.key][owner] += 1
+    for stale in owners.stale():
+        pointer = stale.pointer
+        mode, descriptor = pointer.graph.key
+        findings.append(
+            Finding(
+                mode=mode,
+                descriptor=descriptor,
+                graph=pointer.graph.number,
+                node=pointer.node,
+                address=pointer.address,
+                **stale.details,
+            )
+        )
     opaque = sum(graph.nodes.opaque for graph in captured)
     notes = list[str]()
     if opaque:
@@ -159,8 +166,8 @@ def audit(graphs: ModelGraphs, environment: Environment) -> AuditReport:
         notes.append("for operators and lines capture with compilation.audit: report")
     return AuditReport(
         environment=environment,
-        keys=tuple(_audited(captured, *item) for item in counts.items()),
-        owners=owner_records(counts.values()),
+        keys=tuple(_audited(captured, *item) for item in owners.counts.items()),
+        owners=owner_records(owners.counts.values()),
         findings=tuple(findings),
         read_seconds=read - start,
         classify_seconds=time.perf_counter() - read,
@@ -186,30 +193,23 @@ def audit_error(report: AuditReport) -> AuditError:
 def _captured(graphs: ModelGraphs) -> list[ReadGraph]:
     found = list[ReadGraph]()
     for key, entry in graphs.captured():
-        for number, graph in enumerate(entry.segments):
-            found.append(
-                ReadGraph(
-                    key,
-                    number,
-                    graphs.backend.nodes(graph),
-                    graph.launches,
-                    graph.proofs,
-                )
+        found += [
+            ReadGraph(
+                key,
+                number,
+                graphs.backend.nodes(graph),
+                graph.launches,
+                graph.proofs,
             )
+            for number, graph in enumerate(entry.segments)
+        ]
     rows = graphs.ranks.peer_memory().addresses
     if found and rows:
         words = np.array(rows, np.uint64)
         nodes = np.zeros(len(rows), np.int64)
         certain = np.ones(len(rows), np.bool_)
         table = GraphNodes((_TABLE,), 0, words, nodes, certain)
-        found.append(
-            ReadGraph(
-                found[0].key,
-                len(found),
-                table,
-                (),
-            )
-        )
+        found.append(ReadGraph(found[0].key, len(found), table, ()))
     return found
 
 
@@ -223,19 +223,18 @@ def pointers_of(
     for graph in captured:
         nodes = graph.nodes.nodes.tolist()
         certain = graph.nodes.certain.tolist()
-        words = graph.nodes.words.tolist()
         proofs = graph.proofs or {}
-        for index, word in enumerate(words):
-            if least <= word < _MOST:
-                found.append(
-                    Pointer(
-                        graph,
-                        nodes[index],
-                        certain[index],
-                        word,
-                        proofs.get(index),
-                    )
-                )
+        found += [
+            Pointer(
+                graph,
+                nodes[index],
+                certain[index],
+                word,
+                proofs.get(index),
+            )
+            for index, word in enumerate(graph.nodes.words.tolist())
+            if least <= word < _MOST
+        ]
     return found
 
 
@@ -286,11 +285,19 @@ def proofs_of(
     return found
 
 
-def kinds_of(counts: Counter[Owner]) -> Counter[OwnerKind]:
+def figures_of(
+    nodes: Collection[GraphNodes],
+    counts: Mapping[Owner, int],
+) -> dict[str, Any]:
     kinds = Counter[OwnerKind]()
     for owner, count in counts.items():
         kinds[owner.kind] += count
-    return kinds
+    return {
+        "nodes": sum(len(each.names) for each in nodes),
+        "opaque": sum(each.opaque for each in nodes),
+        "words": kinds.total(),
+        "kinds": dict(kinds.most_common()),
+    }
 
 
 def _audited(
@@ -299,7 +306,6 @@ def _audited(
     counts: Counter[Owner],
 ) -> AuditedKey:
     mine = [graph.nodes for graph in captured if graph.key == key]
-    kinds = kinds_of(counts)
     kernels = Counter[str]()
     for nodes in mine:
         kernels.update(nodes.names)
@@ -307,11 +313,8 @@ def _audited(
         mode=key[0],
         descriptor=key[1],
         graphs=len(mine),
-        nodes=kernels.total(),
-        opaque=sum(nodes.opaque for nodes in mine),
-        words=counts.total(),
-        kinds=dict(kinds.most_common()),
         kernels=dict(kernels.most_common()),
+        **figures_of(mine, counts),
     )
 
 
@@ -321,15 +324,14 @@ def owner_records(counts: Iterable[Mapping[Owner, int]]) -> tuple[OwnerRecord, .
     for of_key in counts:
         words.update(of_key)
         keys.update(of_key.keys())
-    records = list[OwnerRecord]()
-    for owner, count in words.most_common():
-        records.append(
-            OwnerRecord(
-                **owner._asdict(),
-                words=count,
-                keys=keys[owner],
-            )
+    records = [
+        OwnerRecord(
+            **owner._asdict(),
+            words=count,
+            keys=keys[owner],
         )
+        for owner, count in words.most_common()
+    ]
     return tuple(records)
 
 
@@ -354,40 +356,67 @@ def launch_of(
 
 
 class Owners:
-    """``of``: None for words that are no addresses.
+    """``counts``: Pointers by key and owner, once ``stale`` is through.
 
     Args:
         state: The start, end and owner of each tensor.
         at_capture: Paths by address.
-        is_own_pool: Of the pool of a block.
     """
 
     def __init__(
         self,
         backend: GraphBackend,
         captured: Sequence[ReadGraph],
-        pointers: Iterable[Pointer],
         *,
         state: Iterable[tuple[int, int, Owner]],
         at_capture: Mapping[int, str],
-        is_own_pool: Callable[[Any], bool],
+        own_pools: Collection[Any],
     ) -> None:
         self._backend = backend
         self._captured = captured
         self._at_capture = at_capture
-        self._is_own_pool = is_own_pool
+        self._own_pools = own_pools
         self._state = Stretches(state)
         self._blocks = blocks_of(backend)
+        self._pointers = pointers_of(captured, on_host=backend.is_tape)
+        self.counts = {graph.key: Counter[Owner]() for graph in captured}
         keys = dict[int, set[Any]]()
         certain = set[int]()
-        for pointer in pointers:
+        for pointer in self._pointers:
             keys.setdefault(pointer.address, set()).add(pointer.graph.key)
             if pointer.is_certain:
                 certain.add(pointer.address)
-        self.of = dict[int, Owner | None]()
+        self._of = dict[int, Owner | None]()
         for address, users in keys.items():
             turns = "one key" if len(users) == 1 else "several keys in turn"
-            self.of[address] = self._find(address, turns, is_certain=address in certain)
+            self._of[address] = self._find(address, turns, is_certain=address in certain)
+
+    def stale(
+        self,
+        place_of: Callable[..., tuple[str, bool, bool]] = lambda *_: ("", False, False),
+    ) -> Iterator[Stale]:
+        """``place_of``: a path, whether it is stale, and whether it proves the pointer."""
+        for pointer in self._pointers:
+            owner = pointer.proof or self._of[pointer.address]
+            if owner is None:
+                continue
+            kind = owner.kind
+            path, has_moved, is_proven = place_of(pointer, owner)
+            is_problem = kind in PROBLEMS
+            if is_problem or (has_moved and kind not in ("graph pool", "proven", "disproven")):
+                launch, is_used = launch_of(pointer, kind)
+                became = kind if is_problem else "moved"
+                if is_proven or is_used:
+                    yield Stale(
+                        pointer,
+                        owner,
+                        launch,
+                        became,
+                        path,
+                    )
+                else:
+                    owner = Owner("unproven", f"looks like {kind}")
+            self.counts[pointer.graph.key][owner] += 1
 
     def _find(
         self,
@@ -400,7 +429,7 @@ class Owners:
         block = self._blocks.find(address)
         if block is None:
             return self._outside(address, owner, is_certain=is_certain)
-        if self._is_own_pool(block.pool):
+        if is_among(self._own_pools, block.pool):
             taken = "free" if block.is_free else "taken"
             return Owner("graph pool", f"{taken} ({turns})")
         if owner is not None and not block.is_free:
@@ -486,12 +515,8 @@ class Owners:
 def _state(graphs: ModelGraphs) -> Iterator[tuple[int, int, Owner]]:
     record = graphs.fingerprint()
     device = graphs.backend.device.type
-    declared = set[int]()
-    for place in record.places.values():
-        if isinstance(place.value, torch.nn.Module):
-            held = vars(place.value)
-            declared.update(map(id, held.get("_parameters", {}).values()))
-            declared.update(map(id, held.get("_buffers", {}).values()))
+    parts = {id(held.value) for held in record.contents.values() if held.holds == "parts"}
+    declared = {id(place.value) for place in record.of_tensors if id(place.container) in parts}
     for place in record.of_tensors:
         span = span_of(place.value)
         if span is None:

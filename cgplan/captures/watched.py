@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -30,16 +30,16 @@ from cgplan.backends.blame import places_of, users_lines
 from cgplan.backends.graph_nodes import Launch, OperatorLog
 from cgplan.backends.replacing import replaced, shared
 from cgplan.captures.audit import (
-    PROBLEMS,
     Owner,
     Owners,
     Pointer,
     ReadGraph,
+    Stale,
     Stretches,
     blocks_of,
+    figures_of,
     frozen,
     is_among,
-    kinds_of,
     launch_of,
     living,
     living_tensors,
@@ -167,16 +167,6 @@ class WatchedGraph:
     later: Places | None = None
 
 
-Problem = tuple[WatchedGraph, str, str | int]  # what became of memory; its path or address
-
-
-class _Stale(NamedTuple):
-    problem: Problem
-    name: str
-    pointer: Pointer
-    owner: Owner
-
-
 def _device() -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
@@ -202,7 +192,7 @@ class GraphWatch:
         self._names = weakref.WeakKeyDictionary[nn.Module, str]()
         self._kinds = Counter[str]()  # of named modules
         self._before = weakref.WeakSet((*captured, *living(torch.cuda.CUDAGraph)))
-        self._known = set[Problem]()
+        self._known = set[object]()
         self._places = Places((), ())
         self._due = 0.0  # the next look-up
         # graphs, at the last capture from these lines, which may be of another model
@@ -422,14 +412,13 @@ class GraphWatch:
     def _check(
         self,
         roots: Mapping[str, Any] | None = None,
-        known: Collection[Problem] = (),
-    ) -> tuple[WatchReport, set[Problem]]:
-        """The report leaves out ``known`` problems; all are returned beside it."""
+        known: Collection[object] = (),
+    ) -> tuple[WatchReport, set[object]]:
+        """Leaves out ``known`` keys of stale pointers; all are returned beside the report."""
         start = time.perf_counter()
         backend = self._backend_of_graphs()
         graphs = self._readable(backend)
         pools = {graph.key.pool for graph in graphs}
-        pointers = pointers_of(graphs, on_host=backend.is_tape)
         read = time.perf_counter()
         places = self._places_now()
         at_capture = dict[int, str]()
@@ -447,14 +436,24 @@ class GraphWatch:
         owners = Owners(
             backend,
             graphs,
-            pointers,
             state=state,
             at_capture=at_capture,
-            is_own_pool=partial(is_among, pools),
+            own_pools=pools,
         )
-        counts = {graph.key: Counter[Owner]() for graph in graphs}
-        totals, found = _classified(pointers, owners, places, counts)
-        new = [each for each in found if each.problem not in known]
+        totals = Counter[str]()
+        find = cache(Places.find)  # many nodes point to one tensor
+
+        def place_of(pointer: Pointer, owner: Owner) -> tuple[str, bool, bool]:
+            watched: WatchedGraph = pointer.graph.key
+            path, is_stale = find(watched.places, pointer.address, places)
+            is_known = bool(path)
+            if not is_known:
+                path, is_stale = find(watched.later, pointer.address, places)
+            totals[_name_of(path, owner)] += 1
+            return path, is_stale, is_known
+
+        found = list(owners.stale(place_of))
+        new = [stale for stale in found if stale.key not in known]
         left_out = len(found) - len(new)
         notes = list[str]()
         if left_out:
@@ -468,23 +467,19 @@ class GraphWatch:
         records = list[WatchedRecord]()
         for graph in graphs:
             watched = graph.key
-            kinds = kinds_of(counts[watched])
             records.append(
                 WatchedRecord(
                     name=watched.name,
                     line=watched.stack[0],
                     stack=watched.stack,
                     stream=watched.stream,
-                    nodes=len(graph.nodes.names),
-                    opaque=graph.nodes.opaque,
-                    words=kinds.total(),
-                    kinds=dict(kinds.most_common()),
+                    **figures_of([graph.nodes], owners.counts[watched]),
                 )
             )
         report = WatchReport(
             environment=backend.environment(),
             graphs=tuple(records),
-            owners=owner_records(counts.values()),
+            owners=owner_records(owners.counts.values()),
             stale=_stale_records(new, totals),
             left_out=left_out,
             unwatched=unwatched,
@@ -493,7 +488,7 @@ class GraphWatch:
             classify_seconds=time.perf_counter() - read,
             notes=tuple(notes),
         )
-        return report, {each.problem for each in found}
+        return report, {stale.key for stale in found}
 
 
 _open = weakref.WeakSet[GraphWatch]()
@@ -615,63 +610,28 @@ def _named(roots: Any) -> dict[str, Any]:
     return named
 
 
-def _classified(
-    pointers: Iterable[Pointer],
-    owners: Owners,
-    now: Places,
-    counts: Mapping[WatchedGraph, Counter[Owner]],
-) -> tuple[Counter[str], list[_Stale]]:
-    """Pointers by name, and stale ones; ``counts`` gets all by owner."""
-    totals = Counter[str]()
-    found = list[_Stale]()
-    find = cache(Places.find)  # many nodes point to one tensor
-    for pointer in pointers:
-        owner = pointer.proof or owners.of[pointer.address]
-        if owner is None:
-            continue
-        watched: WatchedGraph = pointer.graph.key
-        path, is_stale = find(watched.places, pointer.address, now)
-        is_known = bool(path)
-        if not is_known:
-            path, is_stale = find(watched.later, pointer.address, now)
-        name = re.sub(r"\[\d+\]", "[*]", path) or owner.name
-        totals[name] += 1
-        is_problem = owner.kind in PROBLEMS
-        if is_problem or (is_stale and owner.kind not in ("graph pool", "proven", "disproven")):
-            if is_known or launch_of(pointer, owner.kind)[1]:
-                became = owner.kind if is_problem else "moved"
-                problem = watched, became, path or pointer.address
-                found.append(_Stale(problem, name, pointer, owner))
-            else:
-                owner = Owner("unproven", f"looks like {owner.kind}")
-        counts[watched][owner] += 1
-    return totals, found
+def _name_of(path: str, owner: Owner) -> str:
+    return re.sub(r"\[\d+\]", "[*]", path) or owner.name
 
 
 def _stale_records(
-    found: Iterable[_Stale],
+    found: Iterable[Stale],
     totals: Counter[str],
 ) -> tuple[StaleRecord, ...]:
-    groups = dict[tuple[str, str], list[_Stale]]()
+    groups = dict[tuple[str, str], list[Stale]]()
     for each in found:
-        groups.setdefault((each.problem[1], each.name), []).append(each)
+        name = _name_of(each.path, each.owner)
+        groups.setdefault((each.problem, name), []).append(each)
     records = list[StaleRecord]()
-    for (became, name), group in groups.items():
-        pointer = group[0].pointer
-        owner = group[0].owner
-        launch, _ = launch_of(pointer, owner.kind)
-        graphs = dict.fromkeys(each.problem[0].name for each in group)
+    for (_, name), group in groups.items():
+        graphs = dict.fromkeys(each.pointer.graph.key.name for each in group)
         records.append(
             StaleRecord(
-                problem=became,  # type: ignore[arg-type]  # a kind of owner that is one
                 name=name,
                 pointers=len(group),
                 of=totals[name],
                 graphs=tuple(graphs),
-                kernel=pointer.graph.nodes.names[pointer.node],
-                operator=launch.operator,
-                line=launch.line,
-                detail=owner.name,
+                **group[0].details,
             )
         )
     return tuple(records)

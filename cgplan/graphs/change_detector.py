@@ -11,8 +11,6 @@ Note [Addresses]
     each call reads all addresses first, 50 ns each.
 """
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import sys
@@ -169,10 +167,11 @@ class ChangeDetector:
         self._all = list[_Compared]()
         self._rotates = False
         self.is_late = False
-        self._tensors = list[torch.Tensor]()
-        self._addresses = list[int]()
         self._in_turns = set[str]()  # paths of tensors
-        self._require_grad = list[bool]()
+        of_tensors = [place for place in counted if place.address is not None]
+        self._tensors = [place.value for place in of_tensors]
+        self._addresses = [place.address for place in of_tensors]
+        self._require_grad = [place.requires_grad for place in of_tensors]
         tensors = list[_Compared]()
         others = list[_Compared]()
         containers = list[_Compared]()
@@ -184,11 +183,11 @@ class ChangeDetector:
                 place.traits,
             )
             self._all.append(compared)
-            if place.address is not None:
-                self._tensors.append(place.value)
-                self._addresses.append(place.address)
-                self._require_grad.append(place.requires_grad)
-            is_reported = self._is_reported(place)
+            container = place.container
+            if type(container) is InClass:
+                container = container.kind
+            is_steady = place.above is None or type(container) is tuple
+            is_reported = is_steady or id(container) in self._watched
             if place.address is not None and (is_reported or not is_told):
                 tensors.append(compared)
                 self._in_turns.add(place.path)
@@ -247,16 +246,6 @@ class ChangeDetector:
                 _flags.setdefault(address, []).append(self._flag)
                 self._watched[address] = kind, value
                 getattr(ctypes.pythonapi, f"Py{kind}_Watch")(watcher, ctypes.py_object(value))
-
-    def _is_reported(
-        self,
-        place: Place,
-    ) -> bool:
-        container = place.container
-        if type(container) is InClass:
-            container = container.kind
-        is_steady = place.above is None or type(container) is tuple
-        return is_steady or id(container) in self._watched
 
     def holds(self) -> bool:
         """If False, ``holds_all`` or ``changes`` decides."""
@@ -366,7 +355,12 @@ class AddressChecks:
         is_outdated: Graphs were captured since ``seal``.
     """
 
-    def __init__(self, roots: dict[str, Any], device: torch.device, policy: AddressPolicy) -> None:
+    def __init__(
+        self,
+        roots: dict[str, Any],
+        device: torch.device,
+        policy: AddressPolicy,
+    ) -> None:
         self._roots = roots
         self._device = device
         self._policy = policy
@@ -379,7 +373,10 @@ class AddressChecks:
         self._checked = set[Key]()
         self._moved: str | None = None
 
-    def seal(self, known: Fingerprint | None = None) -> None:
+    def seal(
+        self,
+        known: Fingerprint | None = None,
+    ) -> None:
         """``known``: a record that may still be true."""
         is_current = self._sealed is not None and not self.is_outdated
         if is_current or self._policy == "off" or self._moved is not None:
@@ -391,12 +388,11 @@ class AddressChecks:
         if self._policy == "first":
             sealed.let_go()  # each check is a walk
             return
-        watched = sealed.checked()
-        for place in sealed.steady():
-            if issubclass(type(place.value), torch.Generator):
-                watched.append(place)
+        steady = sealed.steady()
+        generators = [each for each in steady if issubclass(type(each.value), torch.Generator)]
         modules, held = sealed.modules()
-        self._detector = ChangeDetector(sealed, [*watched, *modules], held)
+        watched = [*sealed.checked(), *generators, *modules]
+        self._detector = ChangeDetector(sealed, watched, held)
         self.holds = self._detector.holds
 
     def check(
@@ -433,7 +429,10 @@ class AddressChecks:
         found.narrow(self.reads)
         return found
 
-    def invalidate(self, name: str) -> None:
+    def invalidate(
+        self,
+        name: str,
+    ) -> None:
         """Refuse replays: ``name`` has moved."""
         self._moved = name
         self.forget_all()
@@ -456,10 +455,5 @@ class AddressChecks:
 
     def at_capture(self) -> dict[int, str]:
         """Paths by address."""
-        found = dict[int, str]()
-        if self._sealed is None:
-            return found
-        for path, place in self._sealed.places.items():
-            if place.address is not None:
-                found[place.address] = path
-        return found
+        places = {} if self._sealed is None else self._sealed.places
+        return {place.address: path for path, place in places.items() if place.address is not None}

@@ -5,15 +5,13 @@ Note [The look]
         look misses kernels outside of PyTorch's dispatcher, and code for other sizes.
 """
 
-from __future__ import annotations
-
 import traceback
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
@@ -27,7 +25,7 @@ from torch.utils._pytree import tree_map_only
 
 from cgplan.backends.backend import number_of
 from cgplan.backends.blame import blamed_line
-from cgplan.backends.context import current_forward_context, random_state_kept
+from cgplan.backends.context import deriving, random_state_kept
 from cgplan.backends.host_sync import (
     Args,
     DispatchMode,
@@ -49,7 +47,7 @@ from cgplan.backends.host_sync import (
     tensors_in,
     written_tensors,
 )
-from cgplan.backends.replacing import answering, setting
+from cgplan.backends.replacing import answering, replaced, setting
 from cgplan.errors import CaptureError, first_line
 from cgplan.graphs.fingerprint import ABSENT, Fingerprint, is_same, is_tensor
 from cgplan.graphs.put_back import PutBack
@@ -68,10 +66,6 @@ _READ_IN_PART = frozenset({"embedding", "index", "index_select", "gather", "_gro
 _SEED = 0x5EED_0F_A_100C
 
 
-def no_operators() -> dict[Part, Counter[str]]:
-    return {"segment": Counter(), "eager piece": Counter()}
-
-
 @dataclass(slots=True)
 class Footprint:
     """The findings of one look.
@@ -85,7 +79,9 @@ class Footprint:
         read_whole: Bytes of the model's storages by id, but those that gathers read.
     """
 
-    operators: dict[Part, Counter[str]] = field(default_factory=no_operators)
+    operators: defaultdict[Part, Counter[str]] = field(
+        default_factory=partial(defaultdict, Counter),
+    )
     names: set[str] = field(default_factory=set)
     host_sync: CaptureError | None = None
     reads: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -153,28 +149,18 @@ class OutsideLog(OperatorMode):
         kwargs: Kwargs,
     ) -> Any:
         result = self.run(func, args, kwargs)
-        self.outside.note(
-            _by_storage(tensors_in((args, kwargs))),
-            tensors_in(result),
-        )
+        given = {storage_id(tensor): tensor for tensor in tensors_in((args, kwargs))}
+        self.outside.note(given, tensors_in(result))
         return result
-
-
-def _by_storage(tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
-    return {storage_id(tensor): tensor for tensor in tensors}
 
 
 @dataclass(slots=True)
 class _Random:
-    """``after`` the last operator. Another state then is the forward's, or of a draw elsewhere."""
+    """``states`` after operators; another one is the forward's, or of a draw elsewhere."""
 
     generator: torch.Generator
     seed: int
     states: list[torch.Tensor]
-
-    @property
-    def after(self) -> torch.Tensor:
-        return self.states[-1]
 
     def is_set_to(self, state: torch.Tensor) -> bool:
         if self.generator.initial_seed() != self.seed:
@@ -217,9 +203,9 @@ class Look(DispatchMode):
         self._key = self._device.upper()
         self._depth = 0  # nested operators
         self._called_wrappers = set[int]()
-        self._names = dict[int, str]()  # of the model's tensors
-        for place in reversed(self._state.of_tensors):
-            self._names[id(place.value)] = place.path
+        self._names = {  # of the model's tensors
+            id(place.value): place.path for place in reversed(self._state.of_tensors)
+        }
         self._last_changes = dict[str, object]()
         for path, change in put_back.last.items():
             self._last_changes[path] = change.now
@@ -305,7 +291,7 @@ class Look(DispatchMode):
             self._know(generator)
         leaves = leaves_of(args, kwargs)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        given = _by_storage(tensors)
+        given = {storage_id(tensor): tensor for tensor in tensors}
         operator = operator_of(func)
         is_foreign = func.namespace not in ("aten", "prim")
         may_draw = is_foreign or operator.draws
@@ -421,17 +407,11 @@ class Look(DispatchMode):
         is_whole: bool,
     ) -> Iterator[None]:
         """A block that a wrapper captures; its operators count once."""
-        before = self._is_whole
         again = id(wrapper) in self._called_wrappers
         self._called_wrappers.add(id(wrapper))
-        self._is_whole = is_whole
-        self._depth += again
-        try:
-            with self.in_part("segment"):
-                yield
-        finally:
-            self._is_whole = before
-            self._depth -= again
+        inside = replaced(self, _is_whole=is_whole, _depth=self._depth + again)
+        with inside, self.in_part("segment"):
+            yield
 
     def run_unrecorded(
         self,
@@ -443,23 +423,18 @@ class Look(DispatchMode):
         self.found.breaks = True
         if self._is_whole:
             return function(*args, **kwargs)
-        was_in_piece = self._in_piece
-        self._in_piece = True
-        if not was_in_piece:  # not inside a piece
+        if not self._in_piece:  # not inside a piece
             self._of_piece = set(map(id, tensors_in((args, kwargs))))
             self._bound_by_graphs |= _others(self._last_changes, self._changes())
-        context = current_forward_context()
-        derived = {} if context is None else context.derived
-        if context is not None:  # no segment reads what a piece derives
-            context.derived = self._derived_by_pieces
         try:
-            with self.in_part("eager piece"):
+            with (
+                replaced(self, _in_piece=True),
+                deriving(self._derived_by_pieces),  # no segment reads it
+                self.in_part("eager piece"),
+            ):
                 result = function(*args, **kwargs)
         finally:
-            self._in_piece = was_in_piece
             self._end_piece()
-            if context is not None:
-                context.derived = derived
         # graphs get slots for it
         for module in modules_reached(function, args, kwargs):
             for value in (*vars(module).values(), *module._buffers.values()):
@@ -516,7 +491,7 @@ class Look(DispatchMode):
     def _note_states(self) -> None:
         for known in self._random.values():
             state = known.generator.get_state()
-            if not torch.equal(known.after, state):
+            if not torch.equal(known.states[-1], state):
                 self._has_drawn = True
                 known.states.append(state)
 
@@ -526,7 +501,7 @@ class Look(DispatchMode):
         for known in self._random.values():
             generator = known.generator
             state = generator.get_state()
-            if torch.equal(known.after, state):
+            if torch.equal(known.states[-1], state):
                 continue
             if not known.is_set_to(state):  # another thread drew
                 known.states.append(state)
@@ -544,11 +519,11 @@ class Look(DispatchMode):
         for known in self._random.values():
             known.generator.set_state(known.states[0])
         found.host_sync = self.refusals.first
-        made = dict[int, StorageWeakRef]()
-        for key, ref in found.from_inputs.items():
-            if key not in self._inputs and not ref.expired():
-                made[key] = ref
-        found.from_inputs = made
+        found.from_inputs = {
+            key: reference
+            for key, reference in found.from_inputs.items()
+            if key not in self._inputs and not reference.expired()
+        }
 
 
 @cache
@@ -574,11 +549,9 @@ def _others(
     before: Mapping[str, object],
     now: Mapping[str, object],
 ) -> dict[str, object]:
-    found = {}
-    for path, value in now.items():
-        if not is_same(before.get(path, ABSENT), value):
-            found[path] = value
-    return found
+    return {
+        path: value for path, value in now.items() if not is_same(before.get(path, ABSENT), value)
+    }
 
 
 def current_look() -> Look | None:

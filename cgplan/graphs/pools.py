@@ -9,8 +9,6 @@ Note [Generations]
     is much too large, all are captured again into a new pool.
 """
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections.abc import Iterator

@@ -2,8 +2,6 @@
 No user code runs but ``__tensor_flatten__``.
 """
 
-from __future__ import annotations
-
 import dis
 import io
 import random
@@ -17,23 +15,20 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache, partial
-from inspect import getattr_static
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 
 NUMBERS = (bool, int, float, complex)
-_OF_TORCH = (
-    torch.dtype,
-    torch.device,
-    torch.Size,
-    torch.layout,
-)
 PLAIN = frozenset(
     {
         *NUMBERS,
-        *_OF_TORCH,
+        torch.dtype,
+        torch.device,
+        torch.Size,
+        torch.layout,
         str,
         bytes,
         type(None),
@@ -217,10 +212,7 @@ def layout_of(kind: type) -> Layout | None:
     is_opaque = _OPAQUE_MODULES.match(kind.__module__) is not None and not is_module
     if is_opaque or issubclass(kind, _OPAQUE) or "__graph_memory__" in static:
         return None
-    base: Any = None
-    for container in reversed(_CONTAINERS):
-        if issubclass(kind, container):
-            base = container
+    base = next((each for each in _CONTAINERS if issubclass(kind, each)), None)
     slots = list[tuple[str, Any]]()
     for owner in kind.__mro__:
         if "__slots__" not in vars(owner):
@@ -243,36 +235,30 @@ def named_in_class(
     named: dict[str, None],
 ) -> list[Inside]:
     """Methods and attributes of a class that code names."""
-    entries = list[Inside]()
+    found = Found()
     if layout is None:
-        return entries
-    wanted = RUN_BY_A_CALL if layout.is_foreign else named
-    if layout.names_entered >= len(wanted):
-        return entries
-    where = InClass(layout.kind)
-    for name in list(wanted)[layout.names_entered :]:
+        return []
+    wanted = list(RUN_BY_A_CALL if layout.is_foreign else named)
+    new = wanted[layout.names_entered :]
+    layout.names_entered = len(wanted)
+    kind = layout.kind
+    for name in new:
         if name not in layout.static:
             continue
         value = _function_of(layout.static[name])
         if _is_state(value):
-            entries.append(Inside(where, name, f".{name}"))
+            found.add(InClass(kind), name, f".{name}")
         elif type(value) is types.FunctionType:
-            entries.append(Inside(where, name, f".<{name}>"))
-            functions = [value]
-            if "super" in names_in(value):
-                functions.clear()
-                for owner in layout.kind.__mro__:
-                    function = _function_of(vars(owner).get(name))
-                    if type(function) is not types.FunctionType:
-                        continue
-                    if functions:  # of a base
-                        path = f".<{owner.__name__}.{name}>"
-                        entries.append(Inside(InClass(owner), name, path))
-                    functions.append(function)
-            for function in functions:
-                entries.append(Inside({"": function}, "", ""))
-    layout.names_entered = len(wanted)
-    return entries
+            found.add(InClass(kind), name, f".<{name}>")
+            found.add_value(value)
+            if "super" not in names_in(value):
+                continue
+            for base in kind.__mro__:
+                function = _function_of(vars(base).get(name))
+                if type(function) is types.FunctionType and function is not value:
+                    found.add(InClass(base), name, f".<{base.__name__}.{name}>")
+                    found.add_value(function)
+    return found.entries
 
 
 def _is_state(value: Any) -> bool:
@@ -295,20 +281,25 @@ def _function_of(value: Any) -> Any:
 
 
 def names_in(function: Any) -> tuple[str, ...]:
-    inner = function.__dict__.get("__wrapped__")
-    while type(inner) is types.FunctionType:
-        function, inner = inner, inner.__dict__.get("__wrapped__")
+    while type(inner := function.__dict__.get("__wrapped__")) is types.FunctionType:
+        function = inner
     if _is_foreign(function.__globals__.get("__name__")):
         return ()
     return _names_of(function.__code__)
 
 
+def _codes_in(code: types.CodeType) -> list[types.CodeType]:
+    found = [code]
+    for outer in found:  # it grows
+        found += [each for each in outer.co_consts if isinstance(each, types.CodeType)]
+    return found
+
+
 @cache
 def _names_of(code: types.CodeType) -> tuple[str, ...]:
-    names = dict.fromkeys(code.co_names)
-    for inner in code.co_consts:
-        if isinstance(inner, types.CodeType):
-            names.update(dict.fromkeys(_names_of(inner)))
+    names = dict[str, None]()
+    for each in _codes_in(code):
+        names.update(dict.fromkeys(each.co_names))
     return tuple(names)
 
 
@@ -316,15 +307,14 @@ def _names_of(code: types.CodeType) -> tuple[str, ...]:
 def _globals_of(code: types.CodeType) -> tuple[str, ...]:
     """``co_names`` has attributes, too."""
     names = dict[str, None]()
-    for instruction in dis.get_instructions(code):
-        if instruction.opname in _GLOBAL_READS:
-            names[instruction.argval] = None
-    for inner in code.co_consts:
-        if isinstance(inner, types.CodeType):
-            names.update(dict.fromkeys(_globals_of(inner)))
+    for each in _codes_in(code):
+        for instruction in dis.get_instructions(each):
+            if instruction.opname in _GLOBAL_READS:
+                names[instruction.argval] = None
     return tuple(names)
 
 
+@cache
 def _is_foreign(module: object) -> bool:
     return str(module).partition(".")[0] in _FOREIGN
 
@@ -479,13 +469,14 @@ def _enter_namespace(
     code: types.CodeType,
     found: Found,
 ) -> None:
-    held = vars(value)
-    its_module = "__module__" if issubclass(type(value), type) else "__name__"
-    if _is_foreign(held.get(its_module)):
-        return
-    where: Any = Via(value, getattr_static)
+    where: Any = vars(value)
+    held = where
+    home = "__name__"
     if issubclass(type(value), type):
         where = InClass(value)
+        home = "__module__"
+    if _is_foreign(held.get(home)):
+        return
     for inner in _names_of(code):
         now = held.get(inner)
         if inner in held and (_is_state(now) or type(now) is types.FunctionType):
@@ -504,7 +495,7 @@ def state_reader(value: Any) -> ReadState | None:
         return lambda: memoryview(value).tobytes()
     if issubclass(kind, random.Random):
         return lambda: hash(value.getstate())
-    if kind.__module__ == "numpy" and kind.__name__ == "ndarray":
+    if kind is np.ndarray:
         return lambda: (value.shape, hash(value.tobytes()))
     if kind.__module__.startswith("numpy.random"):
         bits = getattr(value, "bit_generator", value)
@@ -518,8 +509,7 @@ def state_reader(value: Any) -> ReadState | None:
 
 def is_small_array(value: Any) -> bool:
     """Whether each call can compare its contents."""
-    is_array = type(value).__module__ == "numpy" and type(value).__name__ == "ndarray"
-    return is_array and value.nbytes <= _SMALL
+    return type(value) is np.ndarray and value.nbytes <= _SMALL
 
 
 def _of_set(value: Any) -> object:

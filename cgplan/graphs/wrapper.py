@@ -1,7 +1,5 @@
 """CUDAGraphWrapper: a callable that captures itself once for each descriptor, then replays."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import time
@@ -226,9 +224,8 @@ class CUDAGraphWrapper:
         graph = backend.new_graph(pool)
         given = list(args)
         slots = {}
-        copied = self._copied_arguments(args, pool)
         with backend.capturing(graph):
-            for i in copied:
+            for i in self.options.copied_arguments:
                 with torch.inference_mode(False):  # else it could be filled only there
                     given[i] = slots[i] = backend.slot(args[i])
             output = self.runnable(*given, **kwargs)
@@ -238,9 +235,6 @@ class CUDAGraphWrapper:
 
     def _warm_up(self, args: Args, kwargs: Kwargs) -> None:
         self.runnable(*args, **kwargs)
-
-    def _copied_arguments(self, args: Args, pool: Any) -> tuple[int, ...]:  # noqa: ARG002
-        return self.options.copied_arguments
 
     def _fill(self, entry: CUDAGraphEntry, args: Args) -> None:
         for i, slot in entry.slots.items():
@@ -351,9 +345,10 @@ class CUDAGraphWrapper:
         with torch.inference_mode(False):
             roots = {"model": self.runnable, "args": args, "kwargs": kwargs}
             output, renewable, pooled = self._outputs_of(recorded, pool, roots)
-            slots = {}
-            for i, slot in recorded.slots.items():
-                slots[i] = backend.borrow(slot) if backend.in_pool(slot, pool) else slot
+            slots = {
+                i: backend.borrow(slot) if backend.in_pool(slot, pool) else slot
+                for i, slot in recorded.slots.items()
+            }
         kept = vars(recorded) | {"output": output, "slots": slots}
         entry = CUDAGraphEntry(
             **kept,

@@ -80,7 +80,7 @@ class BenchBatch:
         model: Callable[..., Any],
         tensors: Tensors | None = None,
     ) -> Any:
-        given = self.tensors if tensors is None else tensors
+        given = tensors or self.tensors
         inputs = {name: given[name] for name in self.inputs}
         metadata = {name: given[name] for name in self.metadata}
         with forward_context(CUDAGraphMode.NONE, self.descriptor, metadata):
@@ -329,8 +329,7 @@ def bench_baselines(
         )
         runner.sleep()
         shuffled = order.sample(baselines, len(baselines))
-        shuffled.sort(key=attrgetter("stays_ready"))
-        for baseline in shuffled:
+        for baseline in sorted(shuffled, key=attrgetter("stays_ready")):
             step(f"{baseline.record.name}, alone")
             baseline.attempt(bench.price)
             if not baseline.stays_ready:

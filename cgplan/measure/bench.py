@@ -1,7 +1,5 @@
 """Latency of a runner by size."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product

@@ -6,8 +6,6 @@ Note [Chunks]
     count: freed graphs leave room.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from itertools import combinations, pairwise
@@ -77,18 +75,16 @@ def calibrate(
     finally:
         graphs.free()
     environment = backend.environment(plan.config_hash)
-    measured = []
-    for (mode, descriptor), record in records.items():
-        driver = rates[mode] * (record.nodes or 1)
-        measured.append(
-            MeasuredKey(
-                mode,
-                descriptor.num_active_loras,
-                descriptor.elements,
-                driver,
-                record.seconds,
-            )
+    measured = [
+        MeasuredKey(
+            mode,
+            descriptor.num_active_loras,
+            descriptor.elements,
+            rates[mode] * (record.nodes or 1),
+            record.seconds,
         )
+        for (mode, descriptor), record in records.items()
+    ]
     return GraphCosts(
         measured,
         {mode: list(sizes.items()) for mode, sizes in pools.items()},

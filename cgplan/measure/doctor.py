@@ -1,7 +1,5 @@
 """What of a step runs inside graphs."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from statistics import median

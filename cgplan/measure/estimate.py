@@ -1,7 +1,5 @@
 """Costs of graphs without a GPU, from fake tensors."""
 
-from __future__ import annotations
-
 import itertools
 import warnings
 import weakref
@@ -32,6 +30,7 @@ from cgplan.backends.host_sync import (
     implemented_in_python,
     is_composite,
     refuse_host,
+    storages_of,
     tensors_in,
 )
 from cgplan.backends.replacing import replaced
@@ -56,11 +55,7 @@ _NEEDS_VALUES = (
 )
 
 
-def estimate(
-    config: Config,
-    model: Function,
-    plan: Plan,
-) -> GraphCosts:
+def estimate(config: Config, model: Function, plan: Plan) -> GraphCosts:
     """Costs from representative keys on fake tensors, without temporaries of compiled operators.
 
     Args:
@@ -165,7 +160,7 @@ class AllocationLog(DispatchMode):
         self.eager_pieces += 1
         with replaced(self, is_recording=False):
             output = function(*args, **kwargs)
-        self._take(output, _storages((args, kwargs)))
+        self._take(output, set(storages_of(tensors_in((args, kwargs)))))
         return output
 
     def see(
@@ -194,7 +189,7 @@ class AllocationLog(DispatchMode):
         args, kwargs = tree_map_only(torch.Tensor, self._faked, (args, kwargs))
         # a graph copies constants of Python code
         is_constant = func is torch.ops.aten.lift_fresh.default
-        given = set() if is_constant else _storages((args, kwargs))
+        given = set() if is_constant else set(storages_of(tensors_in((args, kwargs))))
         output = func(*args, **kwargs)
         is_fresh = self._take(output, given)
         writes = func._schema.is_mutable and torch.Tag.inplace_view not in func.tags
@@ -232,10 +227,6 @@ class AllocationLog(DispatchMode):
         most = max(self.hidden[self._inside], sum(self._held.values()))
         self.hidden[self._inside] = most
         del self._held[block]
-
-
-def _storages(tree: Any) -> set[int]:
-    return {tensor.untyped_storage()._cdata for tensor in tensors_in(tree)}
 
 
 def _recorded(

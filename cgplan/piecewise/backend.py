@@ -1,7 +1,5 @@
 """What Dynamo traces, in pieces."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -14,7 +14,7 @@ import torch
 from cgplan.backends import GraphBackend, select_backend
 from cgplan.backends.backend import Trace, span
 from cgplan.backends.blame import blamed_line
-from cgplan.backends.context import AmbientState, current_forward_context
+from cgplan.backends.context import AmbientState, deriving
 from cgplan.backends.host_sync import Args, Function, Kwargs, storages_of, tensors_in
 from cgplan.backends.replacing import replaced
 from cgplan.errors import CaptureError, CaptureMemoryError, HostSyncError, first_line
@@ -194,7 +194,7 @@ class BreakableCUDAGraphCapture:
             )
         device = self._backend.device.type
         as_captured = AmbientState.now(device) == self._state
-        with _deriving({}), nullcontext() if as_captured else self._state.entered(device):
+        with deriving({}), nullcontext() if as_captured else self._state.entered(device):
             if Trace.current is None:
                 for step in self._steps:
                     step()
@@ -244,7 +244,7 @@ class BreakableCUDAGraphCapture:
             is_traced=is_traced,
         )
         self._items.append(piece)
-        with self._memory.in_piece(name), _deriving(self._derived):
+        with self._memory.in_piece(name), deriving(self._derived):
             piece.first_run(args, kwargs)
         self._begin_segment()
         self._memory.in_segment = False
@@ -323,20 +323,6 @@ def standing_in(capture: Any) -> AbstractContextManager[object]:
     return replaced(_active, capture=capture)
 
 
-@contextmanager
-def _deriving(derived: dict[str, Any]) -> Iterator[None]:
-    context = current_forward_context()
-    if context is None:
-        yield
-        return
-    before = context.derived
-    context.derived = derived
-    try:
-        yield
-    finally:
-        context.derived = before
-
-
 def name_of(function: Function) -> str:
     return getattr(function, "__qualname__", None) or type(function).__qualname__
 
@@ -360,11 +346,10 @@ class BreakableCUDAGraphWrapper(CUDAGraphWrapper):
         super().__init__(runnable, runtime_mode, backend=backend, pool=pool, options=options)
 
     def _record(self, pool: Any, args: Args, kwargs: Kwargs) -> Recorded:
-        copied = self._copied_arguments(args, pool)
         given = list(args)
         slots = {}
         with BreakableCUDAGraphCapture(self.backend, pool) as capture:
-            for i in copied:
+            for i in self.options.copied_arguments:
                 slots[i] = capture.new_slot(args[i])
                 given[i] = slots[i]
             output = self.runnable(*given, **kwargs)

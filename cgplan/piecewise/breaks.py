@@ -6,8 +6,6 @@ Note [Breaks at operators]
     torch raises an error for gradients.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import functools
 import re

@@ -11,8 +11,6 @@ Note [Output slots]
     ``detach()`` shares the count of writes, which the runner watches.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -180,9 +178,7 @@ class EagerPiece:
     @torch.inference_mode(mode=False)  # its tensors cannot be written outside
     def hand_out(self) -> tuple[Any, Copies]:
         """The result, and copies to make before the next segment runs; inside its capture."""
-        blocks = {}
-        for address, memory in self._blocks.items():
-            blocks[address] = self.backend.slot(memory)
+        blocks = {address: self.backend.slot(memory) for address, memory in self._blocks.items()}
         handed = self._values
         copies = Copies()
         for i, place in enumerate(self._results):
@@ -312,7 +308,10 @@ class EagerPiece:
             return lambda: build([make() for make in makers])
         return None
 
-    def _is_captured(self, leaf: Any) -> bool:
+    def _is_captured(
+        self,
+        leaf: Any,
+    ) -> bool:
         if not isinstance(leaf, Tensor):
             return False
         return self.backend.in_pool(leaf, self.pool)
@@ -379,12 +378,12 @@ class PieceMemory(OperatorMode):
                 if tensor not in self._own:
                     self._read[id(tensor)] = weakref.ref(tensor)
         result = self.run(func, args, kwargs)
-        for tensor in tensors_in(result):
+        results = tensors_in(result)
+        for tensor in results:
             self._own[tensor] = None
         # else it may be older memory
         if self.piece is not None and torch.Tag.inplace_view not in tags:
-            found = storages_of(tensors_in(result))
-            for storage, reference in found.items():
+            for storage, reference in storages_of(results).items():
                 if storage not in given:
                     self.made[storage] = self.piece, reference
         return result
@@ -393,10 +392,7 @@ class PieceMemory(OperatorMode):
     def in_piece(self, name: str) -> Iterator[None]:
         """CaptureError if the piece drops a tensor that segments read."""
         self.piece = name
-        before = []
-        for reference in self._read.values():
-            if reference() is not None:
-                before.append(reference)
+        before = [reference for reference in self._read.values() if reference() is not None]
         yield
         self.piece = None
         for reference in before:
@@ -492,11 +488,9 @@ def _once(tensor: Tensor) -> Tensor:
 
 def _repeated(tensor: Tensor) -> list[int]:
     """The expanded dimensions, which cannot be copied into."""
-    found = []
-    for dim, stride in enumerate(tensor.stride()):
-        if stride == 0 and tensor.shape[dim] > 1:
-            found.append(dim)
-    return found
+    return [
+        dim for dim, stride in enumerate(tensor.stride()) if stride == 0 and tensor.shape[dim] > 1
+    ]
 
 
 def _itself(value: Any) -> Make:
@@ -524,11 +518,11 @@ def _identity(leaf: Any) -> tuple[int, int]:
 
 
 def _addresses(attributes: dict[Attribute, Any]) -> set[int]:
-    found = set()
-    for value in attributes.values():
-        if type(value) in (Tensor, torch.nn.Parameter):
-            found.add(_address(value))
-    return found
+    return {
+        _address(value)
+        for value in attributes.values()
+        if type(value) in (Tensor, torch.nn.Parameter)
+    }
 
 
 def _address(value: Any) -> int:
@@ -549,9 +543,6 @@ def _sharing(
         value = values[i]
         begin = value.storage_offset() * value.itemsize
         first, begin_of_first = firsts.setdefault(_address(value), (i, begin))
-        strides = []
-        for dim, stride in enumerate(value.stride()):
-            if value.shape[dim] > 1:
-                strides.append(stride)
+        strides = [stride for dim, stride in enumerate(value.stride()) if value.shape[dim] > 1]
         found.append((first, begin - begin_of_first, strides))
     return found

@@ -11,7 +11,7 @@ from cgplan.backends import GraphBackend
 from cgplan.backends.host_sync import Function
 from cgplan.config import CompilationConfig, Config
 from cgplan.errors import ConfigError
-from cgplan.graphs.footprint import Part, no_operators
+from cgplan.graphs.footprint import Part
 from cgplan.graphs.wrapper import CUDAGraphOptions
 from cgplan.modes import CUDAGraphMode
 from cgplan.piecewise.backend import PiecewiseBackend
@@ -66,9 +66,9 @@ class SplitRoute:
         """None where nothing is split."""
         if self.name == "full":
             return None
-        seen = self.operators or no_operators()
-        captured = Counter(seen["segment"])
-        eager = Counter(seen["eager piece"])
+        seen = self.operators or {}
+        captured = Counter(seen.get("segment"))
+        eager = Counter(seen.get("eager piece"))
         inside = Counter[str]()
         captures = self._captures
         if self.breaks is not None:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -555,3 +555,18 @@ def test_a_key_differs_where_values_lengths_or_addresses_do() -> None:
         change()
         keys.append(holds(model).as_key())
     assert len(set(keys)) == 5
+
+
+def test_a_global_of_another_module_is_seen_and_can_be_put_back() -> None:
+    settings = ModuleType("settings_of_models")
+    vars(settings)["scale"] = 2
+    names: dict[str, Any] = {"__name__": "models_of_users", "settings": settings}
+    exec("def forward(x): return x * settings.scale", names)
+    record = Fingerprint.of({"model": names["forward"]}, CPU)
+    vars(settings)["scale"] = 3
+    changes = record.changes()
+    assert list(changes) == ["model.<settings.scale>"]
+    change = changes["model.<settings.scale>"]
+    change.bind(change.was)
+    assert vars(settings)["scale"] == 2
+    assert not record.changes()
