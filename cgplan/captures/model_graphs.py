@@ -141,6 +141,7 @@ class ModelGraphs:
             self.pool,
         )
         self.scope = CaptureScope(None, backend, address_check=policy)
+        self._first_use: list[Tensor] = []  # which graphs read
         self.allocate_buffers(self.plan.keys)
         self.generators: tuple[torch.Generator, ...] = ()
         self.facts = ForwardFacts()
@@ -394,6 +395,7 @@ class ModelGraphs:
         put_back.restore()
         self.backend.synchronize()  # the next batch may use another stream
         self.addresses.volatile |= put_back.volatile
+        self._first_use += put_back.held.values()
         self.looked_at = put_back.before.summary()
         self._fingerprint = put_back.before.without_draws()
         records = list[StateRecord]()
@@ -531,6 +533,7 @@ class ModelGraphs:
             wrapper.reset(scope)
         scope.entries = []
         scope.wrappers = {}
+        self._first_use = []
 
     def free(self) -> None:
         ranks = self.ranks
@@ -723,6 +726,8 @@ class Rehearsal:
         what a replay would not repeat.
         """
         is_first = mode not in self.judged
+        if captures:
+            self.put_back.hold_made()
         with self.put_back.run(captures=captures, enters_made=is_first) as self._changed:
             yield
         if is_first:

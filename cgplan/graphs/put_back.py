@@ -72,6 +72,7 @@ class PutBack:
         outcome: Bytes and kind of copy by path; ``new``: made on first use.
         volatile: Paths that runs bind, but on first use.
         last: Changes of Python after the last run.
+        held: What captures may read of first use, by id; another size may bind it anew.
         keeps_first_use: A graph relies on it.
         keeps_containers: Likewise.
         computed: Storages of inputs' values by id, as looks saw them.
@@ -88,6 +89,7 @@ class PutBack:
         self.outcome: dict[str, tuple[int, Outcome]] = {}
         self.volatile = set[str]()
         self.last: dict[str, Change] = {}
+        self.held: dict[int, torch.Tensor] = {}
         self._bound = dict[str, _Bound]()
         self._of_engine = set[str]()  # paths
         self.key: Key | None = None  # of the next run
@@ -175,6 +177,23 @@ class PutBack:
                 known.uses.count(run)
             else:
                 known.uses.miss(run)
+
+    def hold_made(self) -> None:
+        """Ahead of a capture."""
+        roots = dict[str, Any]()
+        for path in self.made:
+            change = self.last.get(path)
+            if change is not None:
+                roots[path] = (
+                    change.was,
+                    change.now,
+                )
+        reached = Fingerprint.of(
+            roots,
+            self.before.device,
+        )
+        for tensor in reached.tensors:
+            self.held[id(tensor)] = tensor
 
     @contextmanager
     def setting_context(self) -> Iterator[None]:

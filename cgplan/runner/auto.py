@@ -10,7 +10,7 @@ import re
 import sys
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -64,6 +64,13 @@ class Way(NamedTuple):
     name: str
     compilation: CompilationConfig
     taken_out: int = 0  # modules that failed
+
+    def unlike(self, others: Iterable[Way]) -> Iterator[Way]:
+        """Those that differ in more than the compiler."""
+        for other in others:
+            compilation = other.compilation.changed(compiler=self.compilation.compiler)
+            if compilation != self.compilation:
+                yield other
 
     def without(self, failed: Sequence[str]) -> list[Way]:
         """Where that may help."""
@@ -242,7 +249,8 @@ class Trials:
                 drop_locals(error)
                 is_lasting &= not isinstance(error, CaptureMemoryError)
                 notes.append(f"AUTO: {way.name} failed: {error.message}. {error.remedy}")
-                waiting = [*way.without(failed), *waiting]
+                # no compiler mends what a forward is refused for
+                waiting = [*way.without(failed), *way.unlike(waiting)]
                 continue
             took = format_seconds(time.perf_counter() - began)
             notes.append(f"AUTO: {note} (tried in {took})")

@@ -615,7 +615,12 @@ class GraphRunner:
             on_demand = self.config.compilation.is_lazy
             keys = captured.keys if on_demand else captured.asked.keys
             self._free()
-            self._capture_again(keys, on_demand=on_demand)
+            self._state = "asleep"
+            try:
+                self._capture_again(keys, on_demand=on_demand)
+            except BaseException:
+                self._state = "closed"
+                raise
 
     def _capture_again(
         self,

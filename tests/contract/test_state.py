@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import operator
 import threading
 import types
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -1094,6 +1096,33 @@ def test_a_table_that_first_use_of_each_size_fills(
         x = torch.rand(size, 2, device=backend.device)
         same(g(x), plain(x))
     assert g.graph_calls, g.explain()
+
+
+class RemembersTables(RowsBySize):
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device, "set", "bound", 1)
+        self.read: dict[int, weakref.ref[Tensor]] = {}  # by size, in its last run
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.read[len(x)] = weakref.ref(self.table)
+        return y
+
+
+@pytest.mark.parametrize("policy", ["eager", "lazy"])
+def test_a_table_that_another_size_exchanges_lives_as_long_as_the_graph_that_reads_it(
+    backend: GraphBackend, policy: str
+) -> None:
+    model = RemembersTables(backend.device).eval()
+    runner = open_runner(backend, model, capture_policy=policy, verify="off", ignore=["model.read"])
+    for size in (4, 2, 1):
+        runner(x=torch.rand(size, 2, device=backend.device))
+    model(torch.rand(3, 2, device=backend.device))  # by the model's own code
+    tables = [model.read[size] for size in (4, 2, 1)]
+    assert None not in [table() for table in tables]
+    runner.close()
+    gc.collect()
+    assert [table() for table in tables] == [None] * 3
 
 
 class Grows(nn.Module):
