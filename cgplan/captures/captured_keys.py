@@ -6,7 +6,7 @@ Note [Giving a key up]
     start-up, refused before    none: smaller ones take as much
     start-up, none captured     the next key, which is smaller
     start-up, others captured   those again; keys that wait get no graph
-    service, its own pool grew  those again, then keys that wait
+    service, an own pool grew   those again, then keys that wait
     service, else               the next key; no new pool
 """
 
@@ -251,9 +251,10 @@ class CapturedKeys:
             self._free_all()
             self.graphs.ranks.dropped()
             done = 0
-        if self.graphs.real_rows is not None:  # else `refill`, as the block ends
+        if self.graphs.real_rows is not None:  # else `refill` does, as the block ends
             self.graphs.buffers.fill_padding()
-        if self._records.keys().isdisjoint(keys):  # older ones rely on what was there before
+        # graphs of before rely on what was there then
+        if self._records.keys().isdisjoint({*keys, *had_graph}):
             rehearsal.put_back.keeps_first_use = False
 
     def _capture_one(

@@ -222,6 +222,7 @@ class Capturer:
         is_verdict = type(error) is CaptureError or isinstance(failure, CaptureMemoryError)
         needs_warm_up = attempt.is_cold and not is_verdict
         if not looks_again and not needs_warm_up:
+            rehearsal.put_back.undo_failed()
             raise_caused(failure, error)
         drop_locals(error)
         graphs.evict([attempt.key])

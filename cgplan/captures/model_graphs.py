@@ -141,7 +141,7 @@ class ModelGraphs:
             self.pool,
         )
         self.scope = CaptureScope(None, backend, address_check=policy)
-        self._first_use: list[Tensor] = []  # which graphs read
+        self._first_use: dict[Key | None, list[Tensor]] = {}  # which graphs read
         self.allocate_buffers(self.plan.keys)
         self.generators: tuple[torch.Generator, ...] = ()
         self.facts = ForwardFacts()
@@ -395,7 +395,8 @@ class ModelGraphs:
         put_back.restore()
         self.backend.synchronize()  # the next batch may use another stream
         self.addresses.volatile |= put_back.volatile
-        self._first_use += put_back.held.values()
+        if put_back.keeps_first_use:
+            self._first_use |= put_back.held
         self.looked_at = put_back.before.summary()
         self._fingerprint = put_back.before.without_draws()
         records = list[StateRecord]()
@@ -520,6 +521,7 @@ class ModelGraphs:
             self.backend.release_cached()
         for key in keys:
             self.pools.drop(key)
+            self._first_use.pop(key, None)
 
     def drop_all(self) -> None:
         self.backend.synchronize()
@@ -533,7 +535,7 @@ class ModelGraphs:
             wrapper.reset(scope)
         scope.entries = []
         scope.wrappers = {}
-        self._first_use = []
+        self._first_use = {}
 
     def free(self) -> None:
         ranks = self.ranks

@@ -8,7 +8,7 @@ import struct
 import types
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cache
 from itertools import repeat
@@ -175,12 +175,18 @@ _Classes = dict[type, tuple[Place, walk.Layout | None]]  # the first object's pl
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A change of a value; ``where``: its container and key."""
+    """A change of a value.
+
+    Attributes:
+        where: Its container and key.
+        left: The container, key and value that it takes the place of: None, of a submodule.
+    """
 
     path: str
     was: Any
     now: Any
     where: tuple[Any, Any] | None = field(default=None, repr=False, compare=False)
+    left: tuple[Any, Any, Any] | None = field(default=None, repr=False, compare=False)
 
     @property
     def is_move(self) -> bool:
@@ -202,6 +208,10 @@ class Change:
         assert self.where is not None
         container, key = self.where
         with suppress(LookupError, AttributeError, TypeError):
+            if self.left is not None and value is self.left[2]:
+                former, name, _ = self.left
+                former[name] = value
+                value = ABSENT
             if key is _CONTENTS:
                 container.refill()
             elif value is ABSENT:
@@ -432,7 +442,20 @@ class Fingerprint:
                 if before.items is not None:
                     where = before, _CONTENTS
                 found.append(Change(before.path, before, later, where))
-        return {change.path: change for change in found if not is_ignored(change.path, ignore)}
+        by_path = dict[str, Change]()
+        for change in found:
+            if is_ignored(change.path, ignore):
+                continue
+            former = by_path.get(change.path)
+            if former is not None and former.where and change.was is ABSENT:
+                left = *former.where, former.was
+                change = replace(
+                    change,
+                    was=former.was,
+                    left=left,
+                )
+            by_path[change.path] = change
+        return by_path
 
     def is_attribute(
         self,
@@ -637,7 +660,10 @@ def _changes_of(contents: Mapping[str, Contents]) -> list[Change]:
         if held.holds == "items":
             has_keys = all(map(operator.is_, held.keys, keys))
         else:
-            has_keys = held.keys == [*keys]
+            now = [*keys]
+            has_keys = held.keys == now
+            if held.holds == "attributes":
+                has_keys = has_keys or {*held.keys} == {*now}
         if type(owner) is not held.kind:
             found.append(Change(path, held.kind.__name__, type(owner).__name__))
         elif owner is not None and object.__getattribute__(owner, "__dict__") is not held.value:

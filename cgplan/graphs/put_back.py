@@ -36,6 +36,7 @@ from cgplan.graphs.fingerprint import (
     is_tensor,
     is_within,
 )
+from cgplan.graphs.walk import PLAIN
 from cgplan.graphs.written import (
     Outcome,
     Run,
@@ -72,7 +73,8 @@ class PutBack:
         outcome: Bytes and kind of copy by path; ``new``: made on first use.
         volatile: Paths that runs bind, but on first use.
         last: Changes of Python after the last run.
-        held: What captures may read of first use, by id; another size may bind it anew.
+        held: What captures may read of first use, by key, as another key may bind it anew; None:
+            what was there before.
         keeps_first_use: A graph relies on it.
         keeps_containers: Likewise.
         computed: Storages of inputs' values by id, as looks saw them.
@@ -89,7 +91,7 @@ class PutBack:
         self.outcome: dict[str, tuple[int, Outcome]] = {}
         self.volatile = set[str]()
         self.last: dict[str, Change] = {}
-        self.held: dict[int, torch.Tensor] = {}
+        self.held: dict[Key | None, list[torch.Tensor]] = {}
         self._bound = dict[str, _Bound]()
         self._of_engine = set[str]()  # paths
         self.key: Key | None = None  # of the next run
@@ -98,6 +100,7 @@ class PutBack:
         self.value_read: str | None = None
         self.keeps_first_use = True
         self.keeps_containers = True
+        self._failed: dict[str, Change] = {}  # what a failed run left
         self._growing = set[int]()  # ids of dicts and lists that later runs add to
 
     # --- what runs change -------------------------------------------------------------------------
@@ -136,6 +139,7 @@ class PutBack:
                         change.bind(change.was)
                 now = self.before.changes()
             changed = _differing(self.last, now)
+            self._failed = {} if is_whole else changed
             key = self.key if is_whole else object()
             run = Run(
                 len(self._runs),
@@ -178,22 +182,37 @@ class PutBack:
             else:
                 known.uses.miss(run)
 
+    def undo_failed(self) -> None:
+        """Containers, too, as the failed capture is not tried again."""
+        for path, change in self._failed.items():
+            can_undo = self._can_undo(
+                change,
+                containers=True,
+            )
+            if not can_undo:
+                continue
+            change.bind(change.was)
+            known = self._bound.get(path)
+            if known is not None and len(known.uses.runs) == 1:
+                del self._bound[path]
+        self._failed = {}
+        self.last = self.before.changes()
+
     def hold_made(self) -> None:
         """Ahead of a capture."""
-        roots = dict[str, Any]()
+        now = dict[str, Any]()
+        was = dict[str, Any]()
         for path in self.made:
             change = self.last.get(path)
             if change is not None:
-                roots[path] = (
-                    change.was,
-                    change.now,
-                )
-        reached = Fingerprint.of(
-            roots,
-            self.before.device,
-        )
-        for tensor in reached.tensors:
-            self.held[id(tensor)] = tensor
+                now[path] = change.now
+                was[path] = change.was
+        for key, roots in ((self.key, now), (None, was)):
+            reached = Fingerprint.of(
+                roots,
+                self.before.device,
+            )
+            self.held[key] = reached.tensors
 
     @contextmanager
     def setting_context(self) -> Iterator[None]:
@@ -256,7 +275,7 @@ class PutBack:
         """Python that stays, by path, as it was made on first use."""
         found = dict[str, Uses]()
         lasting = set[int]()  # runs that cannot be undone
-        # padding or an example
+        # which are padding or an example
         is_of_inputs = self.value_read is not None
         for reference in self.computed.values():
             is_of_inputs |= not reference.expired()
@@ -268,6 +287,9 @@ class PutBack:
             if change is not None:
                 container, _ = change.where or (None, None)
                 if id(container) in self._growing:
+                    continue
+                # a flag of state that goes back, too
+                if type(change.now) in PLAIN and not self.keeps_containers:
                     continue
                 if container is None and not is_of_inputs:
                     lasting.update(uses.runs)
@@ -395,7 +417,8 @@ class PutBack:
                 self.outcome[path] = nbytes, "new"
             elif self.may_undo(path):
                 value = change.was
-                if made and value is ABSENT and known and self.before.is_attribute(change):
+                is_new = value is ABSENT or value is None
+                if made and is_new and known and self.before.is_attribute(change):
                     value = known.first  # ABSENT, if a capture left it
                 change.bind(value)
         if self.last:

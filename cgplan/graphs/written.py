@@ -144,9 +144,10 @@ class Written:
             self.is_captured |= run.captures
             return
         shows = self.shows
-        if run.captures:  # nothing is computed
+        if run.captures:  # it computes nothing, so only a version would show
             shows = all(uses.runs.values())
         uses.miss(run, is_sure=shows)
+        # its key runs twice ahead of others
         if uses.stopped and len(uses.runs) == 1:
             self.fill(self.after_first)  # the rewind ahead of this run took it
 

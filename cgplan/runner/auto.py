@@ -10,7 +10,7 @@ import re
 import sys
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -64,13 +64,6 @@ class Way(NamedTuple):
     name: str
     compilation: CompilationConfig
     taken_out: int = 0  # modules that failed
-
-    def unlike(self, others: Iterable[Way]) -> Iterator[Way]:
-        """Those that differ in more than the compiler."""
-        for other in others:
-            compilation = other.compilation.changed(compiler=self.compilation.compiler)
-            if compilation != self.compilation:
-                yield other
 
     def without(self, failed: Sequence[str]) -> list[Way]:
         """Where that may help."""
@@ -224,13 +217,14 @@ class Trials:
         limit = self.config.budget.capture_time
         notes = list[str]()
         candidates = list[Candidate]()
+        refused = list[Way]()
         is_lasting = True
         waiting = list(_ways(asked, self.backend))
         while waiting:
             way = waiting.pop(0)
             began = time.perf_counter()
             rest = None if limit is None else limit - (began - start)
-            why_not = _cannot_win(way, candidates)
+            why_not = _cannot_win(way, candidates, refused)
             if not why_not and notes and rest is not None and rest <= 0:
                 why_not = "budget.capture_time was spent"
                 is_lasting = False
@@ -247,10 +241,11 @@ class Trials:
                 if isinstance(error, ConfigError) and is_asked_for:
                     raise
                 drop_locals(error)
-                is_lasting &= not isinstance(error, CaptureMemoryError)
                 notes.append(f"AUTO: {way.name} failed: {error.message}. {error.remedy}")
-                # no compiler mends what a forward is refused for
-                waiting = [*way.without(failed), *way.unlike(waiting)]
+                waiting = [*way.without(failed), *waiting]
+                is_lasting &= not isinstance(error, CaptureMemoryError)
+                if type(error) is CaptureError:  # a verdict on the forward
+                    refused.append(way)
                 continue
             took = format_seconds(time.perf_counter() - began)
             notes.append(f"AUTO: {note} (tried in {took})")
@@ -395,11 +390,18 @@ def _keep_choice(file: Path | None, text: str) -> None:
         logger.info("AUTO's choice is not kept: %s", error)
 
 
-def _cannot_win(way: Way, candidates: Sequence[Candidate]) -> str:
+def _cannot_win(
+    way: Way,
+    candidates: Sequence[Candidate],
+    refused: Sequence[Way],
+) -> str:
     """Why no trial is needed, or nothing."""
     compilation = way.compilation
     if way.taken_out:
         return ""
+    for other in refused:
+        if compilation.changed(compiler=other.compilation.compiler) == other.compilation:
+            return f"the model was refused for {other.name}"
     for candidate in candidates:
         tried = candidate.way.compilation
         if tried.cudagraph_mode is not CUDAGraphMode.FULL:

@@ -416,11 +416,15 @@ class GraphRunner:
         self.graphs.check_autocast()
         self._expire_calls()
         before = set(self.plan.keys)
+        generation = self.graphs.pools.generation
         try:
             yield self._captured
         finally:
             now = set(self.plan.keys)
-            self._launcher.verifier.forget(before ^ now)
+            new = before ^ now
+            if self.graphs.pools.generation != generation:
+                new = before | now  # captured again
+            self._launcher.verifier.forget(new)
             self.stats.evictions += len(before - now)
             self.stats.captures += len(now - before)
             self._route_anew()

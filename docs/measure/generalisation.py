@@ -18,10 +18,11 @@ from typer.testing import CliRunner
 
 from cgplan.cli.main import app
 from cgplan.config import validate_config
+from cgplan.optimizer.lanes import step_clock
 from cgplan.planning import build_plan
 from cgplan.reports import load_plan
 from cgplan.traffic.files import read_traffic
-from cgplan.traffic.simulation import SchedulerBounds, simulate, step_clock
+from cgplan.traffic.simulation import SchedulerBounds, simulate
 from cgplan.traffic.step_times import StepTimes
 
 GRAPHS = (8, 16, 24, None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import inspect
 import re
 import shutil
@@ -201,3 +203,17 @@ def test_links_of_a_page_lead_somewhere(page: str) -> None:
         target = path.parent / name if name else path
         assert target.exists(), place
         assert not anchor or anchor in anchors(target), place
+
+
+@pytest.mark.parametrize(
+    "script", sorted((ROOT / "docs").rglob("*.py")), ids=lambda path: path.name
+)
+def test_scripts_import_names_that_are_there(script: Path) -> None:
+    for node in ast.walk(ast.parse(script.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("cgplan"):
+            module = importlib.import_module(node.module or "")
+            names = [
+                name for name in (alias.name for alias in node.names) if not hasattr(module, name)
+            ]
+            for name in names:
+                importlib.import_module(f"{node.module}.{name}")

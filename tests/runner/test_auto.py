@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 import cgplan
 from cgplan import CUDAGraphMode, GraphRunner, Input
 from cgplan.backends import GraphBackend
-from cgplan.config import validate_config
+from cgplan.config import CompilationConfig, validate_config
 from cgplan.modes import Key
 from cgplan.piecewise.trace import PiecewiseModel
 from cgplan.reports import CaptureReport
@@ -180,6 +181,33 @@ def test_piecewise_is_not_tried_beside_graphs_of_the_whole_forward(
     as_timed(monkeypatch, 4.0)
     with closing(open_runner(backend, Net(nn.ReLU))) as runner:
         said = "AUTO: PIECEWISE by operators not tried: a FULL graph holds the whole forward"
+        assert said in runner.plan.notes
+
+
+class BeginsWithItsFirstBatch(Block):
+    def __init__(self) -> None:
+        super().__init__(nn.Identity())
+        self.is_first = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.n.copy_(x[0, 0]) if self.is_first else self.n.mul_(0.5).add_(x[0, 0])
+        self.is_first = False
+        return x + self.n
+
+
+def test_no_compiler_is_tried_for_a_model_that_was_refused(
+    backend: GraphBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = auto._ways
+
+    def ways(compilation: CompilationConfig, _: GraphBackend) -> Iterator[auto.Way]:
+        given = compilation.model_fields_set - {"compiler"}  # which open_runner sets
+        free = CompilationConfig(**{name: getattr(compilation, name) for name in given})
+        return asked(free, SimpleNamespace(is_tape=False))  # type: ignore[arg-type]
+
+    monkeypatch.setattr(auto, "_ways", ways)
+    with closing(open_runner(backend, BeginsWithItsFirstBatch())) as runner:
+        said = "AUTO: FULL with inductor not tried: the model was refused for FULL"
         assert said in runner.plan.notes
 
 
