@@ -1064,9 +1064,10 @@ def test_transformers_generate_by_graphs(backend: GraphBackend) -> None:
     for other in (Net(), t5, 3, cgplan.graphed(lm)):
         with pytest.raises(ConfigError, match="is not a decoder-only model of transformers"):
             cgplan.graphed_generate(other, max_cache_len=8)
-    for length in (0, "64"):
-        with pytest.raises(ConfigError, match="max_cache_len is"):
-            cgplan.graphed_generate(lm, max_cache_len=length)  # type: ignore[arg-type]
+    for length in ({}, {"max_cache_len": 0}, {"max_cache_len": "64"}):
+        given = next(iter(length.values()), None)
+        with pytest.raises(ConfigError, match=f"max_cache_len is {given!r}, no whole number"):
+            cgplan.graphed_generate(lm, **length)
     for name, wanted in (
         (
             "max_length",
@@ -1084,6 +1085,8 @@ def test_transformers_generate_by_graphs(backend: GraphBackend) -> None:
     for own in ({"strict": False}, {"ignore": ["model.calls"]}, {"address_check": "always"}):
         with pytest.raises(ConfigError, match=f"compilation has {next(iter(own))}, which graphed"):
             cgplan.graphed(Net(), compilation=own)
+    longest = {"max_new_tokens": 31, "cache_implementation": "dynamic"}  # as the remedy says
+    assert lm.generate(prompt, **longest).shape == (2, 40)
     lm.to(torch.float64)
     assert lm.generate(prompt, max_new_tokens=3).shape == (2, 12)
 
@@ -1096,9 +1099,38 @@ def test_another_length_takes_the_place_of_the_first(backend: GraphBackend) -> N
     assert torch.equal(lm.generate(prompt, max_new_tokens=12, do_sample=False), wanted)
     assert replays(g)
     assert not first.eager_calls
-    del lm.forward, lm.generate
-    assert torch.equal(lm.generate(prompt, max_new_tokens=12, do_sample=False), wanted)
+    for name in ("forward", "generate"):
+        delattr(lm, name)
+        assert torch.equal(lm.generate(prompt, max_new_tokens=12, do_sample=False), wanted)
     assert replays(g) == 9
+
+
+def test_generate_finds_each_change_since_the_last_one(backend: GraphBackend) -> None:
+    """Of a model with more places than one call looks at, so that no old graph answers."""
+    lm = decoder(backend)
+    twin = copy.deepcopy(lm)
+    prompt = torch.randint(2, 200, (2, 9), device=backend.device)
+
+    def generated(model: Any = lm) -> Tensor:
+        found: Tensor = model.generate(prompt, max_new_tokens=6, do_sample=False)
+        return found
+
+    def negates(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return -output
+
+    g = cgplan.graphed_generate(lm, max_cache_len=16)
+    changes: list[Callable[[Any], Any]] = [
+        lambda model: setattr(model.generation_config, "temperature", 0.5),
+        lambda model: model.model.layers[1].mlp.register_forward_hook(negates),
+    ]
+    for count, change in enumerate(changes, 1):
+        assert torch.equal(generated(), generated())
+        assert replays(g) > 0
+        for model in (lm, twin):
+            change(model)
+        assert torch.equal(generated(), generated(twin))
+        assert g.explain().count("captured again: ") == count
+    assert "old graphs" not in g.explain()
 
 
 def test_generate_inside_generate_leaves_the_cache_of_the_outer_call(

@@ -470,7 +470,7 @@ def graphed(
 
 def graphed_generate(
     model: Any,
-    max_cache_len: int = 0,
+    max_cache_len: int | None = None,
     **options: Any,
 ) -> Graphed:
     """Lets ``model.generate`` of transformers run by graphs; returns the graphed forward, whose
@@ -497,7 +497,7 @@ def graphed_generate(
     refuse_others(graphed_generate, options, "No rows are padded; `generate` warms up.", known)
     if type(max_cache_len) is not int or max_cache_len < 1:
         raise ConfigError(
-            f"max_cache_len is missing, or no number from 1: {max_cache_len!r:.80}",
+            f"max_cache_len is {max_cache_len!r:.80}, no whole number from 1",
             remedy="Give max_cache_len=1024, say.",
         )
     is_decoder = not isinstance(model, Graphed) and hasattr(type(model), "generate")
@@ -545,6 +545,9 @@ class _Generate:
     ) -> Any:
         model = self._model
         own = type(model).generate
+        learner = vars(model.forward).get("_learner")
+        if learner is not None:  # forward is not deleted
+            learner.suspect()  # the first token compares everything
         settings = generation_config or model.generation_config
 
         def option(name: str, default: Any = None) -> Any:
@@ -597,7 +600,8 @@ class _Generate:
         if longest > self._max_cache_len:
             raise InputError(
                 f"generate may cache {longest} tokens, and max_cache_len is {self._max_cache_len}",
-                remedy="Ask for fewer by max_new_tokens, or set a larger max_cache_len.",
+                remedy="Ask for fewer by max_new_tokens, set a larger max_cache_len, or pass "
+                'cache_implementation="dynamic" for eager code.',
             )
         if generation_config is None:
             given.setdefault("disable_compile", True)

@@ -74,8 +74,9 @@ class Learner(Inference):
     # --- the model --------------------------------------------------------------------------------
 
     def suspect(self) -> None:
-        if self.detector is not None:
-            self.detector.suspect()
+        detector = self.detector  # another thread may end it
+        if detector is not None:
+            detector.suspect()
 
     def free_if_changed(self) -> bool:
         """Free the graphs of a model that has changed; True also before it is watched."""

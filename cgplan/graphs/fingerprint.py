@@ -782,7 +782,7 @@ def _moved_error(
             text += f"\n  and {len(found) - _SHOWN} more {kind}"
     remedy = (
         "Write new values into the captured tensors in place (copy_), declare the tensor as an "
-        "input, or capture again."
+        "input, or capture again: runner.recapture()."
     )
     every = "\n".join(line for found in lines.values() for line in found)
     positions = set(map(int, re.findall(r"(?m)^args\[(\d+)\](?::|$)", every)))
