@@ -479,8 +479,9 @@ def test_recapture_and_moved_memory(backend: GraphBackend) -> None:
     with torch.no_grad():
         model.first.weight.data = -model.first.weight.data
     for count in (9, 3):
-        with pytest.raises(AddressError, match=r"first\.weight"):
+        with pytest.raises(AddressError, match=r"first\.weight") as caught:
             runner(x=rows(backend, count))
+    assert "runner.recapture()" in caught.value.remedy
     assert sizes_of(runner) == [4], "a capture would bless what has moved"
     runner.recapture()
     assert sizes_of(runner) == [4]
