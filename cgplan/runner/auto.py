@@ -35,6 +35,7 @@ from cgplan.captures.failures import drop_locals
 from cgplan.captures.model_graphs import BeforeKey
 from cgplan.config import CompilationConfig, Config
 from cgplan.errors import (
+    AddressError,
     CaptureError,
     CaptureMemoryError,
     ConfigError,
@@ -56,6 +57,7 @@ from cgplan.units import format_seconds
 
 logger = logging.getLogger(__name__)
 AUTO = CUDAGraphMode.AUTO
+_FAILURES = (AddressError, CaptureError, ConfigError, ModeError, ModelError, PlanError)
 _MOST_MODULES = 7  # taken out of graphs
 _KERNEL_GAP_US = 1.0  # from one kernel of a graph to the next
 
@@ -234,7 +236,7 @@ class Trials:
             failed = list[str]()
             try:
                 candidate, note = self._try(way, plan, rest, failed)
-            except (CaptureError, ConfigError, ModeError, ModelError, PlanError) as error:
+            except _FAILURES as error:
                 if not notes and isinstance(error, ModelError):  # FULL runs the model as it is
                     raise
                 is_asked_for = way.compilation.compiler == asked.compiler

@@ -211,6 +211,25 @@ def test_no_compiler_is_tried_for_a_model_that_was_refused(
         assert said in runner.plan.notes
 
 
+class BindsItsBuffer(Block):
+    def __init__(self) -> None:
+        super().__init__(nn.Identity())
+        self.runs = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        self.n = x[0].clone() if self.runs == 1 else self.n * 0.5 + x[0]
+        return x + self.n
+
+
+def test_a_way_whose_graphs_lose_a_tensor_is_left_out(backend: GraphBackend) -> None:
+    model = BindsItsBuffer()
+    with closing(open_runner(backend, model)) as runner:
+        assert runner.plan.mode is NONE
+        assert model.runs == 0
+        assert any("AUTO: PIECEWISE by operators failed" in note for note in runner.plan.notes)
+
+
 class ReadsTheHostUntraced(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         width = x.shape[1] if torch.compiler.is_compiling() else len(x.tolist()[0])
