@@ -38,8 +38,8 @@ def of_costs(costs: GraphCosts | None) -> dict[str, Any]:
 
 class Expected(Record):
     """Mean microseconds of a step with the plan's graphs, without graphs (None: not known), and
-    with a graph for each size of a batch (``bound``); and of the plan's steps of uniform decode
-    alone, and of the others.
+    with each batch at its best (``bound``), in a graph or eager; and of the plan's steps of uniform
+    decode alone, and of the others.
     """
 
     plan: float

@@ -106,9 +106,9 @@ def plan_graphs(inputs: PlanInputs) -> PlannedGraphs:
     """The plan with the shortest expected step for this traffic inside ``config.budget``.
 
     ``max_graphs`` is the number of graphs, less those that together bring under 0.01%. Without it
-    the fewest suffice that bring 95% of what a graph for every size would, and are as good as the
-    configured sizes or ladder and as vLLM's: at most 0.1% longer for each traffic, and at most 1%
-    for what is insured. Memory and time make them others or fewer, not more.
+    the fewest suffice that bring 95% of what graphs can, and are as good as the configured sizes or
+    ladder and as vLLM's: at most 0.1% longer for each traffic, and at most 1% for what is insured.
+    Memory and time make them others or fewer, not more.
 
     A key counts as one graph, whatever its segments.
 
@@ -637,7 +637,7 @@ class PlannedGraphs:
         plan: Plan,
     ) -> LadderPoint:
         inputs = self.inputs
-        run = Run(plan.lanes(), self.run.traffic, self.run.times)
+        run = self._run_of(plan)
         step = run.expected_us
         near = inputs.alone.infinite_us + NO_GAIN * self._changeable_us
         return point_of(
@@ -649,6 +649,9 @@ class PlannedGraphs:
             alike=self._point_within(step + ALIKE * self._changeable_us),
             no_gain=step <= near,
         )
+
+    def _run_of(self, plan: Plan) -> Run:
+        return Run(plan.lanes(), self.run.traffic, self.run.times)
 
     def _point_within(self, expected_us: float) -> ParetoPoint | None:
         """The fewest graphs with which the traffic alone takes no longer."""
@@ -796,9 +799,10 @@ class PlannedGraphs:
         if ladder is None:
             return f"{format_microseconds(expected)} a step with {graphs}"
         theirs = f"with {ladder.words}"
-        unchanged = alone.infinite_us - self._changeable_us
-        changed = max(ladder.expected_us - unchanged, EXACT)
-        change = (expected - ladder.expected_us) / changed
+        ran = self._run_of(self.inputs.ladders[ladder.name])
+        in_graphs = ~(ran.missed & self.run.missed)
+        of_graphs = np.average(ran.microseconds * in_graphs, weights=ran.weights)
+        change = (expected - ladder.expected_us) / max(float(of_graphs), EXACT)
         if change > NO_GAIN:
             return (
                 f"steps that graphs run are {change:.1%} longer than {theirs}, with {graphs}: "

@@ -480,7 +480,7 @@ def _reasons(plan: Plan, evidence: Evidence) -> Iterator[Fact]:
             told += f"; steps {max(ratios) - 1:+z.1%} at most"
         yield "loads", told
     eager = "" if expected.eager is None else f"eager {format_microseconds(expected.eager)}, "
-    bounds = f"{eager}with a graph for every size {format_microseconds(expected.bound)}"
+    bounds = f"{eager}bound {format_microseconds(expected.bound)}"
     yield "step", f"{format_microseconds(expected.plan)} expected; {bounds}"
     proof = "lower bound reported"
     if evidence.unmeasured > MOST_UNMEASURED:
@@ -520,7 +520,7 @@ def _ladders(evidence: Evidence) -> RenderableType | None:
 
     words = [
         "padding: share of all tokens; gain: how much shorter the plan's step is",
-        "no gain: the ladder is within 1% of a graph for every size",
+        "bound: each batch at its best, in a graph or eager; no gain: a ladder within 1% of it",
     ]
     if plan.decode_us is not None and plan.mixed_us is not None:
         words.append("decode, mixed: steps of uniform decode, and others")

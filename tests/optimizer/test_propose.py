@@ -679,6 +679,25 @@ def test_the_verdict_compares_with_the_ladder(
     )
 
 
+def test_the_verdict_is_of_the_steps_that_graphs_run() -> None:
+    """Eager steps are faster below 3 tokens, where every batch runs in a graph all the same."""
+    times = StepTimes.measured(
+        {(FULL, 0): {1: 80, 16: 380}, (NONE, 0): {1: 40, 16: 640, 512: 20480}}, "slow graphs"
+    )
+    small = {StepShape(n, n, True): 1.0 for n in range(1, 17)}
+    for beyond in ({}, {StepShape(512, 1, False): 5.0}):  # runs eagerly, with any graphs
+        config = config_of(sizes=[16], seqs=16, budget={"max_graphs": 16})
+        evidence = propose(config, traffic(small, beyond), times).evidence
+        assert sizes_of(evidence) == [tuple(range(1, 17))]
+        assert evidence.verdict == (
+            "steps that graphs run are 39.5% shorter than with the configured sizes' 1 graph, "
+            "with 16 graphs"
+        )
+        whole = 1 - evidence.expected_us.plan / ladder(evidence, "configured").expected_us
+        assert (f"{whole:.1%}" == "39.5%") != bool(beyond)
+        assert evidence.expected_us.bound < evidence.expected_us.plan
+
+
 def test_nothing_is_captured_where_graphs_bring_nothing() -> None:
     slow = StepTimes.measured(
         {(FULL, 0): {1: 1000, 64: 1000}, (NONE, 0): {1: 1000, 64: 1000}}, "no gain"
