@@ -171,7 +171,8 @@ def check_vllm(
     if far:
         raise PlanMismatchError(far, remedy=f"Plan again with --costs {file}.")
     if others and not read:
-        typer.echo(emit(plan, "vllm").block)
+        emission = emit(plan, "vllm")
+        typer.echo("\n".join((*emission.notes, emission.block)))
         raise PlanMismatchError(
             f"{saved}: {others[0]}",
             remedy="Start vLLM with the options of the plan, the last lines above.",

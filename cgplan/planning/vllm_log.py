@@ -48,6 +48,7 @@ _CAPTURES = re.compile(
     rf"(?:{_START}.*?'cudagraph_mode': <|- Mode: *)(?:CUDAGraphMode\.)?(\w+)"
     r"(?:.*?'cudagraph_capture_sizes': |\s*\n.*- Capture sizes: )(\[[\d, ]*\])"
 )
+_DRAFTS = re.compile(r"speculative_config=(\w+)")
 _BOUND = re.compile(r"Chunked prefill is enabled with max_num_batched_tokens=(\d+)")
 _STEP = re.compile(
     r"Iteration\(\d+\): (\d+) context requests, (\d+) context tokens, (\d+) generation requests, "
@@ -67,7 +68,7 @@ class StartLog:
         by_mode: Estimated (bytes of the first graph, bytes of each other) by runtime mode, in logs
             of level DEBUG.
         advice: The numbers of vLLM's line on ``--kv-cache-memory``.
-        has_drafts: Whether the start had speculative tokens.
+        has_drafts: Whether the start had speculative tokens; None if the log does not tell it.
         version: Of vLLM; empty if the log does not tell it.
         mode, sizes: That vLLM was to capture; None and () if the log does not name them.
         kv_token_bytes: Of the KV cache, by ``advice``; 0 if not known.
@@ -85,7 +86,7 @@ class StartLog:
     sizes: tuple[int, ...] = ()
     kv_token_bytes: int = 0
     max_num_batched_tokens: int = 0
-    has_drafts: bool = False
+    has_drafts: bool | None = None
 
     @classmethod
     def parse(cls, text: str) -> StartLog | None:
@@ -116,6 +117,7 @@ class StartLog:
             kv_bytes = advised[-1] * GIB / int(tokens[1].replace(",", ""))
         version = _VERSION.search(text)
         captures = _CAPTURES.search(text)
+        drafts = _DRAFTS.search(text)
         return cls(
             seconds=max(map(float, seconds)),
             bytes=round(max(0.0, *map(float, taken)) * GIB),
@@ -128,7 +130,7 @@ class StartLog:
             sizes=tuple(json.loads(captures[2])) if captures else (),
             kv_token_bytes=round(kv_bytes),
             max_num_batched_tokens=int(["0", *bounds][-1]),
-            has_drafts="speculative_config=Spec" in text,
+            has_drafts=None if drafts is None else drafts[1] != "None",
         )
 
     def doubts(self) -> Iterator[str]:
@@ -160,10 +162,13 @@ class StartLog:
                 max_cudagraph_capture_size=None,
             )
             started = build_plan(config)
-        if {*started.keys} == {*plan.keys} and own in (Counter(), *of_plan):
+        is_like = self.has_drafts in (None, plan.query_len > 1)
+        if is_like and {*started.keys} == {*plan.keys} and own in (Counter(), *of_plan):
             return
         graphs = counted(own.total() or started.num_graphs, "graph")
         found = [f"{count} {mode}" for mode, count in own.items()]
+        if not is_like:
+            found.append(f"with{'' if self.has_drafts else 'out'} speculative tokens")
         if started.mode is not plan.mode:
             found.append(f"mode {started.mode}, not {plan.mode}")
         had, has = ({key.num_tokens for _, key in which.keys} for which in (plan, started))

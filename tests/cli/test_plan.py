@@ -942,6 +942,42 @@ def test_a_start_is_checked_against_the_plan(home: Path) -> None:
         assert "--plan FILE holds vLLM's options" in refusal.stderr
 
 
+def test_a_start_that_forgot_its_drafts_is_another(home: Path) -> None:
+    """It has as many graphs of these sizes as the plan has of both models."""
+    drafts = ("--num-speculative-tokens", "1", "--speculative-method", "mtp")
+    command = (
+        "plan",
+        "--vllm",
+        '{"cudagraph_capture_sizes": [2, 4, 8, 16]}',
+        "--max-num-seqs",
+        "16",
+    )
+    good(*command, *drafts, "--output", "drafted.json")
+    good(*command, "--output", "alone.json")
+    text = START.read_text().replace("[1, 2, 4, 8, 16]", "[2, 4, 8, 16]").replace("5/5", "4/4")
+    text = text.replace("PIECEWISE=5", "PIECEWISE=4").replace(
+        "FULL=4 (largest=8", "FULL=4 (largest=16"
+    )
+    for start, name in (("SpeculativeConfig(method='mtp')", "drafted"), ("None", "alone")):
+        Path(f"{name}.log").write_text(
+            text.replace("model='m'", f"model='m', speculative_config={start}")
+        )
+    checked = ("vllm", "check", "--plan")
+    for name in ("drafted", "alone"):
+        good(*checked, f"{name}.json", "--log", f"{name}.log")
+    forgot = cgplan_command(*checked, "drafted.json", "--log", "alone.log")
+    assert forgot.exit_code == errors.PlanMismatchError.exit_code
+    assert "a start with 8 graphs (4 PIECEWISE; 4 FULL; without speculative tokens)" in unwrapped(
+        forgot.stderr
+    )
+    *_, hint, options = forgot.stdout.splitlines()
+    assert hint == "made for 1 speculative tokens: add your --speculative-config"
+    assert options.startswith("--compilation-config")
+    more = cgplan_command(*checked, "alone.json", "--log", "drafted.log")
+    assert more.exit_code == errors.PlanMismatchError.exit_code
+    assert "4 FULL; with speculative tokens)" in unwrapped(more.stderr)
+
+
 def test_plan_diff_shows_costs_that_one_side_has(home: Path) -> None:
     command = ("plan", "--vllm", '{"cudagraph_capture_sizes": [1, 8]}', "--max-num-seqs", "8")
     good(*command, "--output", "old.json")
