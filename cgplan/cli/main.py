@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 from typer import Argument, BadParameter, Context, Option
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from cgplan.cli.options import (
     YAML,
@@ -50,21 +50,23 @@ PLAIN: dict[str, Any] = {  # the same help on every terminal
 }
 
 
-class _Plans(TyperGroup):
+class _Command(TyperCommand):
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Of an option with one file, the last would count."""
+        given: list[Any] = self.make_parser(ctx).parse_args([*args])[2]
+        for option in given:
+            is_one = option.metavar in ("FILE", "SOURCE") and not option.multiple
+            if is_one and given.count(option) > 1:
+                raise BadParameter(f"{option.opts[0]} is given twice: give it one file")
+        return super().parse_args(ctx, args)
+
+
+class _Plans(TyperGroup, _Command):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """A configuration may stand in the place of a command, also after options."""
-        with_value = {"--"}
-        for option in self.params:
-            if not getattr(option, "is_flag", False):
-                with_value.update(option.opts)
-        before = ""
-        for at, word in enumerate(args):
-            if word in self.commands:
-                break
-            if word.endswith(YAML) and before not in with_value:
-                args = [*args[:at], "--file", *args[at:]]
-                break
-            before = word
+        rest = self.make_parser(ctx).parse_args([*args])[1]
+        if "".join(rest[:1]).endswith(YAML):
+            args = [*args[: -len(rest)], "--file", *rest]
         return super().parse_args(ctx, args)
 
 
@@ -104,7 +106,7 @@ def example(*lines: str) -> str:
 
 def command(group: typer.Typer, *lines: str, name: str | None = None) -> Callable[[Run], Run]:
     def add(run: Run) -> Run:
-        group.command(name, epilog=example(*lines))(with_options(run))
+        group.command(name, cls=_Command, epilog=example(*lines))(with_options(run))
         return run
 
     return add

@@ -1311,10 +1311,24 @@ def test_a_plan_is_neither_traffic_nor_step_times(
 ) -> None:
     command = use_traffic(home)
     good(*command, "--output", "made.json")
-    given = [*command, option, "made.json"]
+    given = [*command[:-1], "made.json"]
     if option == "--traffic":
         given = [*PLAN, "--traffic", "made.json"]
     assert said in refused(error, *given)
+
+
+def test_an_option_of_one_file_is_given_once(home: Path) -> None:
+    command = use_traffic(home)
+    assert command[-2] == "--step-times"
+    traffic = command[command.index("--traffic") :][:2]
+    good(*command, *traffic, "--set", "scheduler.max_num_seqs=8", "--set", "device=cpu")
+    twice = [*command, *command[-2:]]
+    costs = [*command, "--costs", "a", "--costs", "estimate"]
+    logs = ("vllm", "check", "--log", str(START), "--log", str(START))
+    for again, name in ((twice, "--step-times"), (costs, "--costs"), (logs, "--log")):
+        result = cgplan_command(*again)
+        assert result.exit_code == 2
+        assert f"{name} is given twice: give it one file" in unwrapped(result.stderr)
 
 
 def test_a_log_without_steps_is_no_step_times(home: Path) -> None:
