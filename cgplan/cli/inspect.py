@@ -20,7 +20,7 @@ from cgplan.errors import PlanError, PlanMismatchError, ReportError
 from cgplan.optimizer.subset import within_count
 from cgplan.planning import Plan, build_plan
 from cgplan.planning.engines import VllmConfig, describe_batches, emit, with_emission
-from cgplan.planning.vllm_log import StartLog
+from cgplan.planning.vllm_log import FAR, StartLog
 from cgplan.pricing.costs import GraphCosts, case_costs
 from cgplan.reports import load_plan, render
 from cgplan.reports.layout import (
@@ -34,7 +34,6 @@ from cgplan.reports.layout import (
 from cgplan.reports.plan_tables import case_table, lane_table, predicted_by
 from cgplan.units import format_bytes
 
-FAR = 1.5  # times the memory predicted
 SPARE = 150 << 20  # bytes that vLLM leaves free
 _LOG = "Give the log of a start of vLLM with CUDA graphs, at its usual level INFO."
 
@@ -140,7 +139,7 @@ def check_vllm(
                 remedy="Log standard error, too: vLLM's progress bars count them.",
             )
         others += log.of_other_options(plan)
-        said += log.said()
+        said += log.said(plan)
         nbytes = log.bytes
         predicted = plan.predicted
         if others and read:
@@ -157,7 +156,7 @@ def check_vllm(
             )
     head = (
         f"vLLM captures {plan.graph_words} in mode {plan.mode}, "
-        f"sizes in tokens: {describe_sizes(plan.capture_sizes)}"
+        f"sizes in tokens: {describe_sizes(sorted({key.num_tokens for _, key in plan.keys}))}"
     )
     typer.echo(wrapped("\n".join((head, *describe_batches(plan), *said))))
     for line in log.kv_cache(plan, nbytes, utilization, gpu_gib) if log else ():

@@ -156,7 +156,8 @@ def goal(text: str) -> "Goal":
 
 def compilation_config(text: str) -> str:
     if text.startswith("-"):
-        raise BadParameter(f"JSON is missing before {text}: write --vllm '{{}}' {text}")
+        rest = re.sub("-O[23]", "", text)  # the default
+        raise BadParameter(f"JSON is missing before {text}: write --vllm '{{}}' {rest}")
     return text
 
 
@@ -476,7 +477,7 @@ class VllmOptions:
     max_num_batched_tokens: int | None = count(OF_VLLM)
     num_speculative_tokens: int | None = count("With --vllm: of vLLM's --speculative-config.")
     speculative_method: SpeculativeMethod | None = option(
-        "With --vllm: method of vLLM's --speculative-config; absent for others, such as medusa."
+        "With --vllm: method of vLLM's --speculative-config; mtp for any _mtp; absent for medusa."
     )
     runner: Runner | None = option("With --vllm: its model runner; v2 if it can be.")
     max_loras: int | None = count("With --vllm: as vLLM's option, for --enable-lora.")

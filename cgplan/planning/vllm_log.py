@@ -23,6 +23,7 @@ from cgplan.units import counted, format_bytes, listed
 
 GIB = 1 << 30
 MIB = 1 << 20
+FAR = 1.5  # times what was predicted
 _START = "Initializing a V1 LLM engine"
 _VERSION = re.compile(rf"(?:{_START} \(v|API server version )([\w.+-]+)")
 _FINISHED = re.compile(r"Graph capturing finished in (\d+) secs, took (-?[\d.]+) GiB")
@@ -179,12 +180,17 @@ class StartLog:
             graphs += f" ({'; '.join(found)})"
         yield f"the log is of a start with {graphs}, the configuration has {plan.graph_words}"
 
-    def said(self) -> Iterator[str]:
+    def said(self, plan: Plan) -> Iterator[str]:
         """Sentences on the memory of the graphs, and on vLLM's options for the KV cache."""
+        bound, asked = self.max_num_batched_tokens, plan.max_num_batched_tokens
+        if bound not in (0, asked):
+            yield f"warning: the log is of --max-num-batched-tokens {bound}, not {asked}"
         yield from self.doubts()
         kept = ""
         if self.reserved:
             kept = f", and vLLM kept {format_bytes(self.reserved)} free for them"
+        if plan.predicted and self.seconds > FAR * plan.predicted.seconds + 1:
+            kept += ", far longer than predicted"
         yield (
             f"by the log the graphs took {format_bytes(self.bytes)} and {self.seconds:.0f} s{kept}"
         )
@@ -223,17 +229,13 @@ class StartLog:
         size = f"{left:.2f} GiB"
         if self.kv_token_bytes:
             size += f", {left * GIB / self.kv_token_bytes:,.0f} tokens"
-        bound = ""
-        asked = plan.max_num_batched_tokens
-        if self.max_num_batched_tokens not in (0, asked):
-            bound = f" {self.max_num_batched_tokens}, not {asked}"
         graphs = f"{format_bytes(graph_bytes)} for graphs"
         if plan.draft_keys and not self.has_drafts:
             graphs += ", those of the draft model not priced"
         yield (
             f"--kv-cache-memory-bytes {left * GIB:.0f} ({size}): {total:g} GiB of the GPU x "
             f"--gpu-memory-utilization {share:g}, less {rest:.2f} GiB for all else, at "
-            f"the log's --max-num-batched-tokens{bound}, of it {graphs}"
+            f"the log's --max-num-batched-tokens, of it {graphs}"
         )
 
 

@@ -201,7 +201,9 @@ def _headline(plan: Plan, evidence: Evidence) -> str:
     memory = format_bytes(cost.total_bytes)
     if ladder and ladder.bytes is not None:
         seconds += f" instead of {format_seconds(ladder.seconds)}"
-        memory += f" instead of {format_bytes(ladder.bytes)}"
+        theirs = format_bytes(ladder.bytes)
+        if theirs != memory:
+            memory += f" instead of {theirs}"
     about = "estimated " if cost.estimated or cost.extrapolated else ""
     return f"Plan: {graphs}, {about}start-up {seconds}, {about}memory {memory}"
 

@@ -852,6 +852,10 @@ def test_vllm_check(home: Path) -> None:
         "vLLM captures 16 graphs in mode FULL_AND_PIECEWISE, sizes in tokens: 7 to 56 by 7, 70, 77\n"
         in v1
     )
+    decode = good("vllm", "check", "--vllm", '{"cudagraph_mode": "FULL_DECODE_ONLY"}', *bounds[:2])
+    assert (
+        "captures 4 graphs in mode FULL_DECODE_ONLY, sizes in tokens: 1, 2, 4, 6\n" in decode.stdout
+    )
     drafted = (*bounds, "--speculative-method", "mtp")
     same = (*drafted[:-1], "deepseek_mtp", "--compilation-config", "{}")
     assert good("vllm", "check", *same).stdout == good("vllm", "check", *drafted).stdout
@@ -911,7 +915,15 @@ def test_a_start_is_checked_against_the_plan(home: Path) -> None:
     assert "same.json: the graphs took 973 MiB, 512 MiB were predicted" in told
     assert "Plan again with --costs heavy.log" in told
     Path("heavy.log").write_text(START.read_text().replace("took 0.50 GiB", "took 0.85 GiB"))
-    good(*heavy)
+    assert "far longer" not in good(*heavy).stdout
+    bound = "Chunked prefill is enabled with max_num_batched_tokens={}\n"
+    for tokens, warned in ((2048, True), (8192, False)):
+        text = bound.format(tokens) + START.read_text().replace("finished in 3", "finished in 6")
+        Path("slow.log").write_text(text)
+        slow = good(*heavy[:3], "slow.log", *heavy[4:])
+        assert "free for them, far longer than predicted" in unwrapped(slow.stdout)
+        warning = "warning: the log is of --max-num-batched-tokens 2048, not 8192"
+        assert (warning in unwrapped(slow.stdout)) is warned
     result = cgplan_command(*checked, "fewer.json")
     assert result.exit_code == errors.PlanMismatchError.exit_code
     assert "vLLM captures 4 graphs" in result.stdout
@@ -1266,6 +1278,7 @@ def test_what_a_plan_of_several_sizes_refuses(home: Path) -> None:
             "plan --vllm {} --kv-cache-tokens 37,3344",
             "'37,3344' is no whole number from 1, such as 16000",
         ),
+        ("vllm check --vllm -O3", "JSON is missing before -O3: write --vllm '{}' \n"),
         ("plan --vllm {} --model a/b", "leave out the rest and the model"),
         ("plan --vllm {} --kv-cache-tokens 0", "'0' is no whole number from 1"),
     ],

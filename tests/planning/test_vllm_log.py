@@ -66,7 +66,7 @@ def test_another_release_gets_the_rules_of_the_nearest(version: str, is_other: b
     log = started(text)
     assert log.version == version
     told = f"the log is of vLLM {version}, the rules are of {VERSIONS['vLLM']}, the nearest known"
-    assert (next(log.said()) == told) == is_other
+    assert (next(log.said(PLAN)) == told) == is_other
     assert (told in costs_of(text, config_of()).notes) == is_other
     assert [*started(LOG.replace("(v0.33.0) ", "")).doubts()] == []
 
@@ -74,7 +74,7 @@ def test_another_release_gets_the_rules_of_the_nearest(version: str, is_other: b
 def test_what_the_graphs_leave_to_the_kv_cache() -> None:
     """72 GiB are asked for; 20 are weights, 1.25 activations, 0.5 graphs, and vLLM leaves 150 MiB free."""
     log = started(LOG)
-    taken, advised = log.said()
+    taken, advised = log.said(PLAN)
     assert (
         taken == "by the log the graphs took 512 MiB and 3 s, and vLLM kept 768 MiB free for them"
     )
@@ -140,7 +140,7 @@ def test_a_log_without_a_profile_counts_graphs_by_its_progress_bars() -> None:
     """Model Runner V2 logs no line on its profile, and bars with the mode alone; those of the profile come first."""
     bars = "Capturing CUDA graphs (FULL): 100%|##| 2/2 [00:01<\rCapturing CUDA graphs (FULL):  10%|# | 1/35 [00:00<"
     log = started(f"{bars}\nGraph capturing finished in 5 secs, took 0.51 GiB")
-    doubt, said = log.said()
+    doubt, said = log.said(PLAN)
     assert (log.graphs, log.reserved) == ({FULL: (35, 0)}, 0)
     assert said == "by the log the graphs took 522 MiB and 5 s"
     assert doubt.startswith("the log does not name its capture sizes, which may be others")
@@ -288,13 +288,10 @@ def test_costs_of_a_log_without_drafts_say_that_drafts_are_not_priced() -> None:
 def test_a_start_with_another_bound_on_tokens_names_both() -> None:
     """By what its server logged before its engine; an eager start follows in the same file."""
     bound = "INFO [scheduler.py:231] Chunked prefill is enabled with max_num_batched_tokens="
-    for own, told in (
-        (64, "at the log's --max-num-batched-tokens, of it"),
-        (8192, "tokens 8192, not 64, of"),
-    ):
+    told = "warning: the log is of --max-num-batched-tokens 8192, not 64"
+    for own in (64, 8192):
         log = started(f"{bound}{own}.\n{LOG}\n{bound}32.\nInitializing a V1 LLM engine (v0.33.0)\n")
-        (said,) = log.kv_cache(PLAN, log.bytes, None, None)
-        assert told in said
+        assert (told in log.said(PLAN)) == (own == 8192)
 
 
 def test_without_its_first_line_the_sizes_are_those_of_the_tables() -> None:

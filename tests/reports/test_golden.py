@@ -50,6 +50,19 @@ def test_a_short_report_of_a_plan_is_shown_as_ever_on_one_screen(name: str) -> N
     assert max(map(len, narrow.splitlines())) <= 80
 
 
+def test_memory_that_looks_alike_is_not_compared() -> None:
+    plan = plan_named("plan_traffic")
+    assert plan.predicted is not None
+    assert plan.evidence is not None
+    configured, *others = plan.evidence["ladders"]
+    for more, compared in ((1, False), (1 << 20, True)):
+        ladder = {**configured, "bytes": plan.predicted.total_bytes + more}
+        changed = plan.changed(evidence={**plan.evidence, "ladders": [ladder, *others]})
+        head = " ".join(plain_text(brief(changed), 100).split("verdict")[0].split())
+        assert ("memory 1.7 MiB instead of 2.7 MiB" in head) is compared
+        assert head.endswith("memory 1.7 MiB") is not compared
+
+
 @pytest.mark.parametrize(
     ("old", "new", "name"),
     [("plan_priced", "plan_traffic", "diff_traffic"), ("plan_bounded", "plan_lora", "diff_lora")],
