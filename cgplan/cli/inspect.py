@@ -34,7 +34,6 @@ from cgplan.reports.layout import (
 from cgplan.reports.plan_tables import case_table, lane_table, predicted_by
 from cgplan.units import format_bytes
 
-SPARE = 150 << 20  # bytes that vLLM leaves free
 _LOG = "Give the log of a start of vLLM with CUDA graphs, at its usual level INFO."
 
 
@@ -121,8 +120,7 @@ def check_vllm(
     else:
         assert saved
         plan = load_plan(saved)
-    said = list[str]()
-    others = list[str]()
+    others = said = list[str]()
     log = None
     far = ""
     nbytes = 0
@@ -138,8 +136,8 @@ def check_vllm(
                 f"{file} does not say how many graphs were captured",
                 remedy="Log standard error, too: vLLM's progress bars count them.",
             )
-        others += log.of_other_options(plan)
-        said += log.said(plan)
+        others = [*log.of_other_options(plan)]
+        said = [*log.said(plan)]
         nbytes = log.bytes
         predicted = plan.predicted
         if others and read:
@@ -149,7 +147,7 @@ def check_vllm(
         if predicted:
             memory = format_bytes(predicted.total_bytes)
             nbytes = predicted.total_bytes if others else log.bytes
-            if not others and log.bytes > FAR * predicted.total_bytes + SPARE:
+            if not others and log.bytes > FAR * predicted.total_bytes + (150 << 20):  # left free
                 far = f"{saved}: the graphs took {format_bytes(nbytes)}, {memory} were predicted"
             said.append(
                 f"predicted: {memory} and {predicted.seconds:.3g} s, by {predicted_by(predicted)}"
@@ -159,7 +157,7 @@ def check_vllm(
         f"sizes in tokens: {describe_sizes(sorted({key.num_tokens for _, key in plan.keys}))}"
     )
     typer.echo(wrapped("\n".join((head, *describe_batches(plan), *said))))
-    for line in log.kv_cache(plan, nbytes, utilization, gpu_gib) if log else ():
+    for line in log.kv_cache(nbytes, utilization, gpu_gib) if log else ():
         typer.echo(wrapped(line))
     if read and read.lost:
         raise PlanError(

@@ -51,21 +51,21 @@ PLAIN: dict[str, Any] = {  # the same help on every terminal
 
 
 class _Command(TyperCommand):
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+    def parse_args(self, ctx: Any, args: Any) -> Any:
         """Of an option with one file, the last would count."""
-        given: list[Any] = self.make_parser(ctx).parse_args([*args])[2]
+        given = self.make_parser(ctx).parse_args([*args])[2]
         for option in given:
-            is_one = option.metavar in ("FILE", "SOURCE") and not option.multiple
-            if is_one and given.count(option) > 1:
+            is_file = option.metavar in ("FILE", "SOURCE")
+            if is_file and given.count(option) > 1 and not option.multiple:
                 raise BadParameter(f"{option.opts[0]} is given twice: give it one file")
         return super().parse_args(ctx, args)
 
 
 class _Plans(TyperGroup, _Command):
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+    def parse_args(self, ctx: Any, args: Any) -> Any:
         """A configuration may stand in the place of a command, also after options."""
         rest = self.make_parser(ctx).parse_args([*args])[1]
-        if "".join(rest[:1]).endswith(YAML):
+        if rest and rest[0].endswith(YAML):
             args = [*args[: -len(rest)], "--file", *rest]
         return super().parse_args(ctx, args)
 

@@ -156,8 +156,9 @@ def goal(text: str) -> "Goal":
 
 def compilation_config(text: str) -> str:
     if text.startswith("-"):
-        rest = re.sub("-O[23]", "", text)  # the default
-        raise BadParameter(f"JSON is missing before {text}: write --vllm '{{}}' {rest}")
+        raise BadParameter(
+            f"JSON is missing before {text}: write --vllm '{{}}' {text}; leave out -O2, -O3"
+        )
     return text
 
 

@@ -49,7 +49,6 @@ _CAPTURES = re.compile(
     rf"(?:{_START}.*?'cudagraph_mode': <|- Mode: *)(?:CUDAGraphMode\.)?(\w+)"
     r"(?:.*?'cudagraph_capture_sizes': |\s*\n.*- Capture sizes: )(\[[\d, ]*\])"
 )
-_DRAFTS = re.compile(r"speculative_config=(\w+)")
 _BOUND = re.compile(r"Chunked prefill is enabled with max_num_batched_tokens=(\d+)")
 _STEP = re.compile(
     r"Iteration\(\d+\): (\d+) context requests, (\d+) context tokens, (\d+) generation requests, "
@@ -118,7 +117,6 @@ class StartLog:
             kv_bytes = advised[-1] * GIB / int(tokens[1].replace(",", ""))
         version = _VERSION.search(text)
         captures = _CAPTURES.search(text)
-        drafts = _DRAFTS.search(text)
         return cls(
             seconds=max(map(float, seconds)),
             bytes=round(max(0.0, *map(float, taken)) * GIB),
@@ -131,7 +129,9 @@ class StartLog:
             sizes=tuple(json.loads(captures[2])) if captures else (),
             kv_token_bytes=round(kv_bytes),
             max_num_batched_tokens=int(["0", *bounds][-1]),
-            has_drafts=None if drafts is None else drafts[1] != "None",
+            has_drafts="speculative_config=None" not in text
+            if "speculative_config=" in text
+            else None,
         )
 
     def doubts(self) -> Iterator[str]:
@@ -182,9 +182,12 @@ class StartLog:
 
     def said(self, plan: Plan) -> Iterator[str]:
         """Sentences on the memory of the graphs, and on vLLM's options for the KV cache."""
-        bound, asked = self.max_num_batched_tokens, plan.max_num_batched_tokens
-        if bound not in (0, asked):
-            yield f"warning: the log is of --max-num-batched-tokens {bound}, not {asked}"
+        bound = self.max_num_batched_tokens
+        if bound not in (0, plan.max_num_batched_tokens):
+            yield (
+                f"warning: the log is of --max-num-batched-tokens {bound}, not "
+                f"{plan.max_num_batched_tokens}"
+            )
         yield from self.doubts()
         kept = ""
         if self.reserved:
@@ -205,7 +208,6 @@ class StartLog:
 
     def kv_cache(
         self,
-        plan: Plan,
         graph_bytes: int,
         utilization: float | None,
         gpu_gib: float | None,
@@ -229,13 +231,10 @@ class StartLog:
         size = f"{left:.2f} GiB"
         if self.kv_token_bytes:
             size += f", {left * GIB / self.kv_token_bytes:,.0f} tokens"
-        graphs = f"{format_bytes(graph_bytes)} for graphs"
-        if plan.draft_keys and not self.has_drafts:
-            graphs += ", those of the draft model not priced"
         yield (
             f"--kv-cache-memory-bytes {left * GIB:.0f} ({size}): {total:g} GiB of the GPU x "
             f"--gpu-memory-utilization {share:g}, less {rest:.2f} GiB for all else, at "
-            f"the log's --max-num-batched-tokens, of it {graphs}"
+            f"the log's --max-num-batched-tokens, of it {format_bytes(graph_bytes)} for graphs"
         )
 
 

@@ -482,8 +482,8 @@ def _reasons(plan: Plan, evidence: Evidence) -> Iterator[Fact]:
             told += f"; steps {max(ratios) - 1:+z.1%} at most"
         yield "loads", told
     eager = "" if expected.eager is None else f"eager {format_microseconds(expected.eager)}, "
-    bounds = f"{eager}bound {format_microseconds(expected.bound)}"
-    yield "step", f"{format_microseconds(expected.plan)} expected; {bounds}"
+    bound = format_microseconds(expected.bound)
+    yield "step", f"{format_microseconds(expected.plan)} expected; {eager}bound {bound}"
     proof = "lower bound reported"
     if evidence.unmeasured > MOST_UNMEASURED:
         proof = "extrapolated: most steps have sizes that were not measured"

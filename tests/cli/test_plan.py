@@ -869,7 +869,7 @@ def test_vllm_check(home: Path) -> None:
         r"predicted: \S+ \S+ and \S+ s, by the log of vLLM, \S+ \(no graph of the draft model\)",
         shown,
     )
-    assert shown.rstrip().endswith("for graphs, those of the draft model not priced")
+    assert shown.rstrip().endswith("for graphs")
     as_logged = ("--max-num-batched-tokens", "8,192")
     assert good("vllm", "check", *as_logged).stdout == good("vllm", "check").stdout
     for memory in ("80", "80GiB"):
@@ -1278,7 +1278,7 @@ def test_what_a_plan_of_several_sizes_refuses(home: Path) -> None:
             "plan --vllm {} --kv-cache-tokens 37,3344",
             "'37,3344' is no whole number from 1, such as 16000",
         ),
-        ("vllm check --vllm -O3", "JSON is missing before -O3: write --vllm '{}' \n"),
+        ("vllm check --vllm -O3", "write --vllm '{}' -O3; leave out -O2, -O3"),
         ("plan --vllm {} --model a/b", "leave out the rest and the model"),
         ("plan --vllm {} --kv-cache-tokens 0", "'0' is no whole number from 1"),
     ],

@@ -81,7 +81,7 @@ def test_what_the_graphs_leave_to_the_kv_cache() -> None:
     assert (
         "--kv-cache-memory-bytes 52992933888 to stay within --gpu-memory-utilization 0.9" in advised
     )
-    (said,) = log.kv_cache(PLAN, log.bytes, None, None)
+    (said,) = log.kv_cache(log.bytes, None, None)
     room = int(re.findall(r"\d{9,}", said)[0])
     exact = (72 - 20 - 1.25 - 0.5) * GIB - 150 * MIB
     assert exact - GIB // 100 <= room <= exact
@@ -103,8 +103,8 @@ def test_the_kv_cache_of_other_graphs_shares_and_gpus(
 ) -> None:
     """In GiB beside the start of the log, whose token takes 1 MiB."""
     log = replace(started(LOG), kv_token_bytes=MIB)
-    (own,) = log.kv_cache(PLAN, log.bytes, None, None)
-    (said,) = log.kv_cache(PLAN, graphs, share, gpu)
+    (own,) = log.kv_cache(log.bytes, None, None)
+    (said,) = log.kv_cache(graphs, share, gpu)
     room, before = (int(re.findall(r"\d{9,}|\d+(?= \()", text)[0]) for text in (said, own))
     assert room == pytest.approx(before + more * GIB, abs=1)
     found = re.search(r"GiB, ([\d,]+) tokens", said)
@@ -112,10 +112,8 @@ def test_the_kv_cache_of_other_graphs_shares_and_gpus(
     assert int(found[1].replace(",", "")) == round(room / MIB)
     assert f"{gpu or 80:g} GiB of the GPU x --gpu-memory-utilization {share or 0.9:g}" in said
     with pytest.raises(BudgetError, match=r"no KV cache fits: 14\.\d\d GiB are missing"):
-        next(log.kv_cache(PLAN, GIB, 0.1, None))
-    assert [
-        *started("Graph capturing finished in 5 secs, took 0.5 GiB").kv_cache(PLAN, 0, 0.9, 80)
-    ] == []
+        next(log.kv_cache(GIB, 0.1, None))
+    assert [*started("Graph capturing finished in 5 secs, took 0.5 GiB").kv_cache(0, 0.9, 80)] == []
 
 
 @pytest.mark.parametrize(
