@@ -171,11 +171,11 @@ def run_check(
 
     sources = _sources(config, loads, plan, rules["replicas"])
     costs = None
-    if plan.predicted:
+    if plan.predicted and plan.keys:
         from cgplan.pricing.costs import GraphCosts
 
         costs = GraphCosts.of_captures(
-            zip(plan.keys, plan.predicted.keys, strict=True),
+            list(zip(plan.keys, plan.predicted.keys, strict=True)),
             config,
             plan.max_capture_size,
             source=plan.predicted.source,

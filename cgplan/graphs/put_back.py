@@ -87,7 +87,10 @@ class PutBack:
         limit: int,
     ) -> None:
         self.before = before
-        self.storages = WrittenStorages(before, limit)
+        self.storages = WrittenStorages(
+            before,
+            limit,
+        )
         self.outcome: dict[str, tuple[int, Outcome]] = {}
         self.volatile = set[str]()
         self.last: dict[str, Change] = {}
@@ -141,8 +144,9 @@ class PutBack:
             changed = _differing(self.last, now)
             self._failed = {} if is_whole else changed
             key = self.key if is_whole else object()
+            number = len(self._runs)
             run = Run(
-                len(self._runs),
+                number,
                 key,
                 key in self._runs,
                 is_whole and not replays,
@@ -418,7 +422,8 @@ class PutBack:
             elif self.may_undo(path):
                 value = change.was
                 is_new = value is ABSENT or value is None
-                if made and is_new and known and self.before.is_attribute(change):
+                is_new &= self.before.is_attribute(change)
+                if made and is_new and known:
                     value = known.first  # ABSENT, if a capture left it
                 change.bind(value)
         if self.last:

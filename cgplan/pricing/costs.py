@@ -246,35 +246,37 @@ class GraphCosts:
             nbytes = sum(record.driver_bytes or 0 for record in own)
             nodes = sum(record.nodes or 1 for record in own)
             per_node[mode] = nbytes / max(nodes, 1)
-        first, *others = by_mode[records[0].mode]
-        once = 0.0
-        if others:
-            once = max(first.seconds - others[0].seconds, once)
         captured = []
-        extra = once
         for record in records:
             driver = round(per_node[record.mode] * (record.nodes or 1))
-            cost = KeyCost(record.pool_growth, driver, record.seconds - extra)
+            cost = KeyCost(record.pool_growth, driver, record.seconds)
             captured.append(((record.mode, record.descriptor), cost))
-            extra = 0.0
         return cls.of_captures(
             captured,
             config,
             source=f"measured: {report.origin}",
             workspace_bytes=report.workspace_bytes,
-            once_seconds=once,
             notes=notes,
         )
 
     @classmethod
     def of_captures(
         cls,
-        captured: Iterable[tuple[Key, KeyCost]],
+        captured: Sequence[tuple[Key, KeyCost]],
         config: Config,
         most: int = 0,
         **others: Any,
     ) -> GraphCosts:
-        """In capture order; a mode's pool is in proportion to its largest size, or ``most``."""
+        """In capture order; a mode's pool is in proportion to its largest size, or ``most``. What
+        the first one takes over the next of its mode is taken once.
+        """
+        (first_mode, _), first = captured[0]
+        once = 0.0
+        for (mode, _), cost in captured[1:]:
+            if mode is first_mode:
+                once = max(first.seconds - cost.seconds, once)
+                break
+        extra = once
         keys = []
         pools = {}
         pool = 0
@@ -289,10 +291,11 @@ class GraphCosts:
                 descriptor.num_active_loras,
                 size,
                 cost.driver_bytes,
-                cost.seconds,
+                cost.seconds - extra,
             )
             keys.append(key)
-        return cls(keys, pools, config, **others)
+            extra = 0.0
+        return cls(keys, pools, config, once_seconds=once, **others)
 
     @classmethod
     def from_vllm_log(

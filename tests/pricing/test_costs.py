@@ -356,3 +356,18 @@ def test_what_each_lora_case_adds() -> None:
     assert [(case.num_active_loras, case.graphs, case.bytes) for case in alone] == [
         (3, 1, (1 + 2 + 32) * MIB)
     ]
+
+
+def test_what_a_plan_predicts_prices_other_sizes_as_its_costs_did() -> None:
+    config = validate_config({"compilation": {"cudagraph_mode": "FULL"}})
+    keys = [MeasuredKey(FULL, 0, size, MIB, 0.05) for size in (2, 16, 256)]
+    pools = {FULL: [(2, 2 * MIB), (256, 100 * MIB)]}
+    costs = GraphCosts(keys, pools, config, source="a test", once_seconds=5.0)
+    few = build_plan(config.with_values("compilation", cudagraph_capture_sizes=(8, 32, 256)))
+    found = costs.of(few.keys)
+    by_plan = GraphCosts.of_captures(
+        list(zip(few.keys, found.keys, strict=True)), config, source="b"
+    )
+    ladder = build_plan(config).keys
+    assert by_plan.of(ladder).seconds == pytest.approx(costs.of(ladder).seconds)
+    assert by_plan.once_seconds == pytest.approx(5.0)
