@@ -3,7 +3,7 @@
 Note [Giving a key up]
     A pool keeps its segments while a graph lives, so graphs are captured again in a new pool:
 
-    start-up, refused before    none: smaller ones take as much
+    start-up, guard refuses it  none: smaller ones take as much
     start-up, none captured     the next key, which is smaller
     start-up, others captured   those again; keys that wait get no graph
     service, an own pool grew   those again, then keys that wait

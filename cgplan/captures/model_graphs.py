@@ -711,7 +711,7 @@ class Rehearsal:
 
     @contextmanager
     def from_same_state(self, key: Key, *, replays: bool) -> Iterator[None]:
-        """A block of one run."""
+        """A block that counts as one run."""
         self.put_back.rewind()
         self.set_context(key)
         with self.put_back.run(replays=replays):

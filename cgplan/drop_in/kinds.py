@@ -19,6 +19,8 @@ Note [The life of a kind]
 
     READY, DIFFERED  NEW     without a replay since the change before
     others but NEW   SEEN    but where memory alone moved, CHANGED ones only
+
+    Calls of an EAGER kind alone do not look for one.
 """
 
 from __future__ import annotations

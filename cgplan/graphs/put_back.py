@@ -7,7 +7,8 @@ Note [What is put back]
     changed                   a graph stays           none stays
     by each run, or later     back                    back
       entries of containers   stay                    back
-      attributes it adds      beside first use as the first run left them
+      attributes, before      beside first use as     back
+      absent or None          the first run left them
     on first use              stays                   back, or stays with what cannot be undone,
                                                       unless looks saw state computed from inputs
       tensor, flags unseen    stays                   stays
@@ -117,7 +118,7 @@ class PutBack:
         enters_made: bool = False,
     ) -> Iterator[dict[str, Change]]:
         """A block of one run; its end fills the dict with the changes of Python, ``enters_made``:
-        also inside what earlier runs made.
+        also inside what earlier runs made. ``replays`` run no Python.
         """
         found = dict[str, Change]()
         # the bytes may belong to Python that one run left
