@@ -212,6 +212,8 @@ class PutBack:
             if change is not None:
                 now[path] = change.now
                 was[path] = change.was
+        if not now:
+            return
         for key, roots in ((self.key, now), (None, was)):
             reached = Fingerprint.of(
                 roots,
