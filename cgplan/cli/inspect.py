@@ -20,7 +20,7 @@ from cgplan.errors import PlanError, PlanMismatchError, ReportError
 from cgplan.optimizer.subset import within_count
 from cgplan.planning import Plan, build_plan
 from cgplan.planning.engines import VllmConfig, describe_batches, emit, with_emission
-from cgplan.planning.vllm_log import FAR, StartLog
+from cgplan.planning.vllm_log import FAR, MIB, StartLog
 from cgplan.pricing.costs import GraphCosts, case_costs
 from cgplan.reports import load_plan, render
 from cgplan.reports.layout import (
@@ -120,7 +120,8 @@ def check_vllm(
     else:
         assert saved
         plan = load_plan(saved)
-    others = said = list[str]()
+    others = list[str]()
+    said = list[str]()
     log = None
     far = ""
     nbytes = 0
@@ -147,7 +148,7 @@ def check_vllm(
         if predicted:
             memory = format_bytes(predicted.total_bytes)
             nbytes = predicted.total_bytes if others else log.bytes
-            if not others and log.bytes > FAR * predicted.total_bytes + (150 << 20):  # left free
+            if not others and log.bytes > FAR * predicted.total_bytes + 150 * MIB:  # left free
                 far = f"{saved}: the graphs took {format_bytes(nbytes)}, {memory} were predicted"
             said.append(
                 f"predicted: {memory} and {predicted.seconds:.3g} s, by {predicted_by(predicted)}"

@@ -292,11 +292,8 @@ class Look(DispatchMode):
         leaves = leaves_of(args, kwargs)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         given = {storage_id(tensor): tensor for tensor in tensors}
-        operator = operator_of(func)
         is_foreign = func.namespace not in ("aten", "prim")
-        may_draw = is_foreign or operator.draws
-        is_view = operator.is_view and not is_foreign
-        function = func if is_view else as_its_caller(func, func, self._device)
+        may_draw = is_foreign or operator_of(func).draws
         self._count(func)
         if self._key == "CPU" or any(tensor.device.type != "cpu" for tensor in tensors):
             refuse_host(func, args, kwargs, self.refusals)
@@ -305,15 +302,13 @@ class Look(DispatchMode):
             if may_draw or self._has_drawn:
                 self._find_seeded()
         try:
-            result = function(*args, **kwargs)
+            result = as_its_caller(func, func, self._device)(*args, **kwargs)
         finally:
             if may_draw:
                 self._note_states()
         self.refusals.follow(func, args, kwargs, result)
         results = [*tensors_in(result), *written]
         self.outside.note(given, results)
-        if is_view and not self._in_piece:  # a known storage
-            return result
         ids_written = set(map(storage_id, written))
         if found.writes_input is None and not ids_written.isdisjoint(self._inputs):
             found.writes_input = blamed_line()

@@ -74,8 +74,8 @@ class PutBack:
         outcome: Bytes and kind of copy by path; ``new``: made on first use.
         volatile: Paths that runs bind, but on first use.
         last: Changes of Python after the last run.
-        held: What captures may read of first use, by key, as another key may bind it anew; None:
-            what was there before.
+        held: Tensors of first use that the graph of a key may read, though another key replaces
+            them; None: those that first use replaced.
         keeps_first_use: A graph relies on it.
         keeps_containers: Likewise.
         computed: Storages of inputs' values by id, as looks saw them.
@@ -279,7 +279,7 @@ class PutBack:
 
     @property
     def made(self) -> dict[str, Uses]:
-        """Python that stays, by path, as it was made on first use."""
+        """Changes of Python that stay, by path: those of first use."""
         found = dict[str, Uses]()
         lasting = set[int]()  # runs that cannot be undone
         # which are padding or an example
@@ -380,7 +380,7 @@ class PutBack:
     # --- putting back -----------------------------------------------------------------------------
 
     def rewind(self) -> None:
-        """Between keys: undo what is no first use, but in large storages. The device is idle."""
+        """Between keys: undo all but first use and large storages. The device is idle."""
         self.storages.rewind()
         self._undo(self.made)
 

@@ -1639,6 +1639,17 @@ def test_an_attribute_is_put_back_although_the_replays_that_are_timed_do_not_cha
         assert answers(lambda x: runner(x=x + 1), backend.device, 2, 2, 2) == [2, 2, 1]
 
 
+def opened(backend: GraphBackend, model: nn.Module, way: str, verify: str = "first") -> Any:
+    if way == "lazy":
+        return open_runner(backend, model, capture_policy="lazy", verify=verify)
+    if way == "AUTO":
+        return open_runner(backend, model, cudagraph_mode="AUTO", verify=verify)
+    g = cgplan.graphed(model, compilation={"capture_policy": "eager"} if way == "eager" else {})
+    if way == "warm_up":
+        g.warm_up(torch.zeros(4, 2, device=backend.device))
+    return g
+
+
 class MakesItsParts(nn.Module):
     """In place of None, which Python keeps elsewhere; then it reads the host."""
 
@@ -1673,15 +1684,8 @@ def test_a_part_that_first_use_makes_in_place_of_none_is_made_again(
             open_runner(backend, model)
         assert model.made is None
         assert set(vars(model)) == attributes
-    elif way in ("lazy", "AUTO"):
-        more = {"capture_policy": "lazy"} if way == "lazy" else {"cudagraph_mode": "AUTO"}
-        run = open_runner(backend, model, **more)
     else:
-        run = cgplan.graphed(
-            model, compilation={"capture_policy": "eager"} if way == "eager" else {}
-        )
-        if way == "warm_up":
-            run.warm_up(torch.zeros(4, 2, device=backend.device))
+        run = opened(backend, model, way)
     with torch.no_grad():
         for _ in range(4):
             same(run(x), x * 2)
@@ -1718,15 +1722,8 @@ def test_statistics_that_the_first_batch_begins_are_not_of_padding(
     if way == "FULL":
         with pytest.raises(CaptureError, match="mean on first use"):
             open_runner(backend, model)
-    elif way == "lazy":
-        run = open_runner(backend, model, capture_policy="lazy", verify="off")
-    elif way == "AUTO":
-        run = open_runner(backend, model, cudagraph_mode="AUTO")
     else:
-        sizes = {"capture_policy": "eager"} if way == "eager" else {}
-        run = cgplan.graphed(model, compilation=sizes)
-        if way == "warm_up":
-            run.warm_up(torch.zeros(4, 2, device=backend.device))
+        run = opened(backend, model, way, verify="off" if way == "lazy" else "first")
     for _ in range(6):
         x = torch.randn(4, 2, device=backend.device)
         same(run(x), plain(x))
