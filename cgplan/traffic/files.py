@@ -1,4 +1,4 @@
-"""Traffic from files, whose text tells their form, and requests made up from a few figures.
+"""Traffic from files, whose text tells their form, and made up from a few figures.
 
 Histograms, logs and saved traffic hold steps; traces hold requests for ``simulate``.
 """
@@ -47,14 +47,14 @@ from cgplan.traffic.simulation import NO_ADAPTER, Request, RequestTrace
 if TYPE_CHECKING:
     import numpy as np
 
-_P95_DEVIATIONS = 1.6448536269514722  # of a normal distribution
+_P95_DEVIATIONS = 1.6448536269514722
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MORE_LORAS = (
     "Add a `lora` section, such as `lora: {max_loras: 4}`, or raise its number; with --vllm give "
     "--max-loras 4."
 )
 _TIMEOUT_SECONDS = 5.0
-_MOST_US = 1e17  # since 1970: the year 5138
+_MOST_US = 1e17  # the year 5138
 _LEAST_RATE = 1e-6  # requests a second
 _CLOCK_US = 1e14  # arrivals that far from 0 are dates, or seconds since 1970
 # Of the tables that vLLM logs with ``--cudagraph-metrics``.
@@ -148,17 +148,9 @@ class _LogRow(Record):
 
 @dataclass(frozen=True, eq=False)
 class RequestForm(Form[R]):
-    """A form of requests.
-
-    Attributes:
-        microseconds: Of the unit of arrivals.
-        block: Tokens of a hash id.
-        fails: Whether requests without output have failed.
-    """
-
-    microseconds: float = 1e6
-    block: int = 512
-    fails: bool = False
+    microseconds: float = 1e6  # of the unit of arrivals
+    block: int = 512  # tokens of a hash id
+    fails: bool = False  # requests without output have failed
 
 
 HISTOGRAM = Form("a histogram", _StepRow)
@@ -223,18 +215,17 @@ def read_traffic(
     speedup: float = 1.0,
     request_rate: float | None = None,
 ) -> Traffic | RequestTrace:
-    """Steps or requests from a file. Its content tells its form: one of ``FORMS``, as CSV or as one
-    JSON object a line; ShareGPT's list of conversations; a log of vLLM with its tables of CUDA
-    graph statistics; saved Traffic, as of ``runner.stats.traffic()``; a runner's metrics in
-    Prometheus' text format (``runner.stats.prometheus()``).
+    """Steps or requests from a file, whose content tells its form: one of ``FORMS``, as CSV or JSON
+    lines; ShareGPT's list; a log of vLLM with its tables of graph statistics; saved Traffic; a
+    runner's metrics.
 
     Notes say which columns are guessed or ignored, and how many tokens of prompts were cached:
     blocks of ``hash_ids`` that an earlier row brought are not prefilled again.
 
     Args:
-        path: UTF-8 text, or its address, which begins with http. Read once: it may be a pipe.
+        path: UTF-8 text, or an address that begins with http. Read once: it may be a pipe.
         plan: Its bounds of a batch inform the guesses.
-        speedup: Requests come so many times as fast as recorded.
+        speedup: How many times as fast as recorded requests come.
         request_rate: Requests a second of ShareGPT's conversations.
 
     Raises:
@@ -266,13 +257,12 @@ def read_traffic(
 
 
 def read_sizes(path: str | Path, dims: Sequence[Dim], plan: Plan) -> SizeCounts:
-    """Batches from CSV, or one JSON object a line: a column for each of ``dims``, and perhaps
-    ``count`` (``weight``, if a dimension is named count; absent: 1). Of one dimension also
-    statistics or metrics of a runner, as in ``read_traffic``.
+    """Batches from CSV or JSON lines: a column for each of ``dims``, and perhaps ``count``
+    (``weight``, if a dimension is named count; absent: 1). Of one dimension also what a runner
+    counted.
 
     Raises:
-        TrafficError: the file cannot be read, has other columns, holds no batch up to the max of
-            its dimensions, or has a wrong row.
+        TrafficError: as ``read_traffic``, or no batch is within the max of its dimensions.
     """
     text, path = _read(path)
     most = {dim.name: dim.max for dim in dims}
@@ -301,11 +291,11 @@ def read_sizes(path: str | Path, dims: Sequence[Dim], plan: Plan) -> SizeCounts:
 
 
 def synthetic_requests(made: TrafficConfig, plan: Plan) -> RequestTrace:
-    """Requests made up from the `traffic` section of a configuration.
+    """Requests made up from the `traffic` section of a configuration; equal seeds give equal
+    requests.
 
     They arrive as a Poisson process. Lengths are lognormal with the given median and 95th
-    percentile, rounded, between 1 and 2^20 tokens. All draws are independent; equal seeds give
-    equal requests.
+    percentile, rounded, between 1 and 2^20 tokens. All draws are independent.
     """
     import numpy as np
 
@@ -331,7 +321,6 @@ def synthetic_requests(made: TrafficConfig, plan: Plan) -> RequestTrace:
 
 
 def _read(path: str | Path) -> tuple[str, Path]:
-    """Its text, and its name in messages."""
     if str(path).startswith(("http://", "https://")):
         from urllib.request import urlopen
 
@@ -399,9 +388,6 @@ def _traffic_of(
 def _counted(
     rows: Iterable[tuple[str, _StepRow]], plan: Plan
 ) -> tuple[Counter[StepShape], list[str]]:
-    """Counts of steps of which the tokens may be all that is known, and sentences on what was
-    guessed for the plan's batches.
-    """
     q = plan.query_len
     most = plan.max_num_seqs
     counts = Counter[StepShape]()
@@ -471,8 +457,8 @@ def log_traffic(text: str, path: Path, plan: Plan) -> Traffic:
     (``CUDAGraphLogging.log`` in vllm/compilation/cuda_graph.py).
 
     A row does not say whether its batch was uniform decode. If the server's mode keeps FULL graphs
-    for uniform decode (FULL_DECODE_ONLY, FULL_AND_PIECEWISE), batches that ran FULL were, and
-    others up to the largest capture size were not. Else a batch is taken to be uniform if it could.
+    for uniform decode, batches that ran FULL were, and others up to the largest capture size were
+    not. Else a batch is taken to be uniform if it could.
     """
     steps = []
     told = odd = 0
@@ -529,7 +515,6 @@ def _metric_rows(text: str, path: Path) -> Iterator[RawRow]:
 
 
 def _log_rows(text: str, path: Path) -> Iterator[RawRow]:
-    """Rows of the tables, with the server's mode and its largest size."""
     in_table = False
     mode = ""
     largest = 0
@@ -630,9 +615,7 @@ def _requests(
 
 
 def _unit_note(requests: Sequence[Request], *, is_in_milliseconds: bool) -> Iterator[str]:
-    """A warning if arrivals in the other unit make a plausible load, and in this one do not: 1
-    request an hour to 10,000 a second, and 50 tokens a second to 1 million.
-    """
+    """A warning if arrivals in the other unit make a plausible load, and in this one do not."""
     arrivals = [request.arrival_us for request in requests]
     span = max(arrivals, default=0.0) - min(arrivals, default=0.0)
     if len(requests) < 8 or not span:
@@ -659,7 +642,6 @@ def _is_plausible(request_rate: float, token_rate: float) -> bool:
 def _run_requests(
     rows: Iterable[tuple[str, _RunRow]], notes: list[str]
 ) -> Iterator[tuple[str, _RequestRow]]:
-    """Requests of benchmark runs, one run after the other."""
     end = 0.0
     said = dict[str, None]()
     for where, run in rows:
@@ -731,7 +713,6 @@ def _poisson(
     number: int,
     rng: np.random.Generator | None = None,
 ) -> list[float]:
-    """Arrivals of a Poisson process, in microseconds."""
     import numpy as np  # takes longer than all of planning, and most commands do without
 
     times = (rng or np.random.default_rng(0)).exponential(1e6 / request_rate, number)

@@ -30,14 +30,12 @@ class StepShape(NamedTuple):
 
 
 class Percentiles(Record):
-    """Of times in microseconds."""
-
     p50: float
     p99: float
 
     @classmethod
     def of(cls, nanoseconds: Iterable[tuple[float, int]]) -> Percentiles:
-        """Of times and how often each came: the least time that so many do not exceed."""
+        """Of times and how often each came."""
         times, counts = zip(*sorted(nanoseconds), strict=True)
         ends = list(accumulate(counts))
         half = bisect_left(ends, 0.5 * ends[-1])
@@ -56,7 +54,7 @@ class Service(Record):
         ttft_us: From the arrival of a request to its first token.
         tpot_us: Between two tokens of a request, its mean; None: no request has two.
         tokens_per_s: Generated tokens, from the first arrival to the last token.
-        preempted: Requests that the KV cache had no room for, and that began again.
+        preempted: Requests that began again, as the KV cache had no room for them.
         unmeasured: Share of the steps that are larger than those whose times were measured.
     """
 
@@ -91,12 +89,10 @@ class Traffic(Record):
     Attributes:
         histogram: (shape, weight), ascending, each shape once; weights are above 0, in proportion
             to the number of steps.
-        source: In words.
         notes: Assumptions, and parts of the source that were left out.
-        warnings: Why a plan for it is a bad one: the server cannot keep up, say.
-        apart: Whether FULL graphs run uniform decode alone, and PIECEWISE ones the other batches
-            alone, as in SGLang.
-        service: What requests got, where the steps were simulated from them.
+        warnings: Why a plan for it is a bad one.
+        apart: Whether FULL graphs run uniform decode alone, and PIECEWISE ones the rest alone.
+        service: Of traffic that was simulated from requests.
     """
 
     kind: Literal["traffic"] = "traffic"
@@ -116,9 +112,9 @@ class Traffic(Record):
         warnings: Iterable[str] = (),
         **others: Any,
     ) -> Traffic:
-        """Traffic from counts, and other attributes; counts of equal shapes are added up.
+        """Counts of equal shapes are added up.
 
-        Raises TrafficError if all counts are 0, one is negative or not finite, or a shape is
+        Raises TrafficError if none is above 0, one is negative or not finite, or a shape is
         impossible.
         """
         total: dict[StepShape, float] = {}
@@ -149,7 +145,7 @@ class Traffic(Record):
 
     @classmethod
     def from_json(cls, text: str) -> Traffic:
-        """Traffic from its JSON form (``model_dump_json``). Raises TrafficError for other text."""
+        """From ``model_dump_json``. Raises TrafficError for other text."""
         try:
             read = cls.model_validate_json(text)
         except ValidationError as error:
@@ -167,7 +163,7 @@ class Traffic(Record):
     @cached_property
     def columns(self) -> tuple[Any, Any]:
         """A StepShape of arrays, and the weights."""
-        import numpy as np  # takes longer than all of planning, and most commands do without
+        import numpy as np  # slow, and most commands do without
 
         rows = [(*shape, weight) for shape, weight in self.histogram]
         tokens, reqs, uniform, loras, weights = np.array(rows, dtype=np.float64).T
@@ -175,7 +171,6 @@ class Traffic(Record):
 
     @cached_property
     def total(self) -> float:
-        """The sum of all weights."""
         return sum([weight for _, weight in self.histogram])
 
     @classmethod
@@ -205,8 +200,8 @@ class Traffic(Record):
         )
 
     def decode_p99(self) -> Traffic | None:
-        """Steps of uniform decode of the least size that 99% of them do not exceed; None: there is
-        no such step.
+        """Steps of uniform decode of the least size that 99% of them do not exceed, if there are
+        any.
         """
         steps = [(shape, weight) for shape, weight in self.histogram if shape.uniform]
         steps.sort(key=lambda step: step[0].num_tokens)
@@ -243,4 +238,4 @@ class SizeCounts(NamedTuple):
     names: tuple[str, ...]
     counts: Mapping[tuple[int, ...], int]  # ascending, above 0
     beyond: int  # batches above the largest size of a dimension
-    source: str  # in words
+    source: str

@@ -46,7 +46,7 @@ RuntimeMode = Annotated[CUDAGraphMode, BeforeValidator(_runtime_mode)]
 
 @dataclass(frozen=True, eq=False)
 class Form(Generic[R]):
-    """A form that a file of rows may have.
+    """A form of a file of rows.
 
     Attributes:
         row: The type of its rows; each field is a column.
@@ -66,7 +66,6 @@ class Form(Generic[R]):
 
     @cached_property
     def columns(self) -> dict[str, str]:
-        """Fields by the names of columns."""
         fields = list(self.row.model_fields)
         given = len(self.names)
         names = [*self.names, *fields[given:]]
@@ -74,7 +73,6 @@ class Form(Generic[R]):
 
     @cached_property
     def required(self) -> list[str]:
-        """Names of columns."""
         fields = self.row.model_fields
         return [column for column, own in self.columns.items() if fields[own].is_required()]
 
@@ -113,7 +111,7 @@ class Form(Generic[R]):
                 cells = []
             if names not in matched:
                 matched[names] = self.match(names, where, ignored)
-            if values == names:  # a header
+            if values == names:
                 continue
             row = {}
             for column, place in matched[names].items():
@@ -193,9 +191,6 @@ def raw_rows(
     path: str | Path,
     error: type[CgplanError],
 ) -> Iterator[RawRow]:
-    """Rows of JSON objects, or of CSV, header included. Raises ``error`` for
-    other text, and for too few or too many fields.
-    """
     if text.lstrip().startswith("{"):
         return json_rows(text, path, error)
     return csv_rows(text, path, error)
@@ -236,7 +231,6 @@ def sized_rows(
 
 
 def first_line(text: str) -> str:
-    """The first line that is not blank."""
     return next(filter(str.strip, text.split("\n")), "")
 
 

@@ -29,13 +29,12 @@ StepTime = Callable[[StepShape], float]  # shape of a step -> microseconds
 
 
 class Request(NamedTuple):
-    """One request.
+    """A request.
 
     Attributes:
         arrival_us: Microseconds since any moment that all requests share.
         context_tokens: Tokens of its prompt, at least 1.
         generated_tokens: Tokens that it generates; 0 counts as 1, for the prefill yields the first.
-        adapter: Number of its LoRA adapter, NO_ADAPTER for none.
     """
 
     arrival_us: float
@@ -54,9 +53,7 @@ class RequestTrace(NamedTuple):
     warnings: tuple[str, ...] = ()
 
     def hurried(self, speedup: float) -> RequestTrace:
-        """The same requests, ``speedup`` times as fast. Raises TrafficError unless it is above
-        0.
-        """
+        """``speedup`` times as fast. Raises TrafficError unless it is above 0."""
         if not 0 < speedup < math.inf:
             raise TrafficError(
                 f"a speedup of {speedup} makes no sense",
@@ -72,7 +69,6 @@ class RequestTrace(NamedTuple):
         return self._replace(requests=sooner, source=source, warnings=())
 
     def first(self, most: int) -> RequestTrace:
-        """The first requests to come."""
         if len(self.requests) <= most:
             return self
         by_arrival = sorted(self.requests, key=ARRIVAL)
@@ -98,15 +94,12 @@ class SchedulerBounds:
     """Bounds of a step.
 
     Attributes:
-        max_num_seqs: Running requests at most.
-        max_num_batched_tokens: Tokens in one step at most.
-        query_len: Tokens of each decoding request in a step: 1 + num_speculative_tokens.
-        max_loras: Distinct adapters among the running requests at most; None: any number.
+        query_len: Tokens of each decoding request in a step.
+        max_loras: Distinct adapters among the running requests; None: any number.
         accepted_tokens: Tokens that a request advances in a decode step on average; None:
             query_len.
-        mixes: Whether a step may prefill and decode, as in vLLM. False: it does one of them, as in
-            SGLang.
-        kv_tokens: Tokens that the KV cache holds; None: no limit.
+        mixes: Whether a step may prefill and decode, as in vLLM, or does one of them, as in SGLang.
+        kv_tokens: Tokens that the KV cache holds.
         ranks: Data-parallel ranks that step together; bounds are of each.
     """
 
@@ -142,29 +135,25 @@ def simulate(
     in order of admission: each decoding one gets ``query_len`` tokens; a prefill under way gets the
     rest of its prompt, or what fits. Then waiting requests are admitted, first come first served,
     while tokens are left and fewer than ``max_num_seqs`` run. With ``max_loras``, a request whose
-    adapter is one too many lets later ones pass. A step is uniform if all its requests decode
-    ``query_len`` tokens.
+    adapter is one too many lets later ones pass. A step is uniform if all its requests decode.
 
     With ``mixes`` False it is SGLang's (0.5.23, srt/managers/scheduler.py, without
     --enable-mixed-chunk and --prefill-decode-interval): a step prefills while there are prompts to
-    prefill, and ``max_num_batched_tokens`` is its --chunked-prefill-size. Else it decodes all
-    running requests.
+    prefill, at most ``max_num_batched_tokens``. Else it decodes all running requests.
 
     With ``kv_tokens`` a request is admitted while its prompt, and one step more of all that decode,
     fit into the KV cache. Where the next decode step does not fit, the request that was admitted
     last is preempted: it waits again, in front, and all its tokens are its prompt.
 
-    Assumptions: one engine, nothing cancelled; speculation advances each request evenly, by
-    ``accepted_tokens`` a step; steps follow each other at once. The clock counts whole nanoseconds.
+    Assumptions: one engine, nothing cancelled; steps follow each other at once; speculation
+    advances each request evenly, by ``accepted_tokens`` a step.
 
     The traffic has a warning of an overload if the queue has not been empty for half of the
     arrivals, and at the last one holds 5% of those since then, and more than three standard
-    deviations of a Poisson count. The capacity is the rate at which the queue then drains: above
-    it a queue grows at the difference of the two rates.
+    deviations of a Poisson count. The capacity is the rate at which the queue then drains.
 
     Args:
-        trace: Requests in any order; equal arrivals keep theirs.
-        bounds: Of the scheduler.
+        trace: In any order; equal arrivals keep theirs.
         step_time: Microseconds, above 0, of a step; called once for each distinct shape.
 
     Raises:
@@ -258,9 +247,9 @@ class _Rank:
         self.waiting: deque[int] = deque()  # indices of requests, ascending
         self.longest_wait = 0
         self.last_admission = 0  # but for preempted ones
-        self.load = 0  # requests that wait or run
+        self.load = 0
         self.running = 0
-        self.decoded = 0  # steps
+        self.decoded = 0
         self.decoding: list[tuple[int, int]] = []  # a heap of those served: last step, index
         self.standby: deque[int] = deque()
         self.adapters: Counter[int] = Counter()  # of those served
@@ -342,9 +331,7 @@ class _Rank:
         return tokens + prefilled, number, False, len(adapters) - 1
 
     def go_on(self, now: int) -> None:
-        """After equal steps requests are done, and others begin to decode, as far as the KV cache
-        holds one step more.
-        """
+        """After equal steps requests are done, and others begin to decode."""
         requests = self.requests
         decoding = self.decoding
         done = []
@@ -403,9 +390,7 @@ class _Rank:
         self.shape = tokens, len(decoding), uniform, loaded
 
     def _preempted(self, now: int) -> int:
-        """The decoding request that was admitted last waits again, ahead of those that came
-        later.
-        """
+        """The decoding request that was admitted last waits again, ahead of later ones."""
         newest = []
         for last, index in self.decoding:
             newest.append((self.began[index], index, last))
@@ -428,9 +413,7 @@ class _Rank:
 
 
 class _Engine:
-    """Ranks that step together: each step is of the largest batch of them. Times are whole
-    nanoseconds.
-    """
+    """Ranks that step together: each step is of the largest batch of them."""
 
     def __init__(self, bounds: SchedulerBounds, requests: Sequence[Request]) -> None:
         came = [round(request.arrival_us * 1000) for request in requests]
@@ -438,7 +421,7 @@ class _Engine:
         ordered = [requests[index] for index in order]
         self.times = sorted(came)
         self.wanted = [max(request.generated_tokens, 1) for request in ordered]
-        self.came = 0  # requests
+        self.came = 0
         self.bounds = bounds
         self.ranks = []
         for _ in range(bounds.ranks):
@@ -452,7 +435,7 @@ class _Engine:
         self.steps: dict[_Shape, tuple[int, int]] = {}  # nanoseconds of each, and how many ran
 
     def run(self, step_time: StepTime) -> None:
-        """Run all requests. A turn of the loop is a step and the equal ones after it."""
+        """A turn of the loop is a step and the equal ones after it."""
         bounds = self.bounds
         times = [*self.times, NEVER]
         ranks = self.ranks
@@ -512,7 +495,7 @@ class _Engine:
                     rank.go_on(self.now)
 
     def overload(self) -> list[str]:
-        """A warning if requests came faster than they were served, as ``simulate`` defines it."""
+        """As ``simulate`` defines it."""
         times = self.times
         last = times[-1]
         lasted = last - self.last_empty
@@ -536,7 +519,6 @@ class _Engine:
         ]
 
     def service(self, lasted: int) -> Service:
-        """What requests and steps took, of the whole run of ``lasted`` nanoseconds."""
         decodes = [ran for shape, ran in self.steps.items() if shape[2]]
         ttft = []
         tpot = []

@@ -1,4 +1,4 @@
-"""Step times: how long a step takes, by its runtime mode and the size that runs."""
+"""How long a step takes, by its runtime mode and the size that runs."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ Points = Mapping[tuple[CUDAGraphMode, int], Mapping[int, float]]
 Floats = npt.NDArray[np.float64]
 
 Time = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Figure = Annotated[float, Field(ge=1e-9, le=1e12)]  # of another program, in its unit
+Figure = Annotated[float, Field(ge=1e-9, le=1e12)]
 EAGER = "eager"
 _POINTS = "iteration_groups"  # the list of points in Dynamo's file
 # vLLM measured 9 to 10% for batches without adapters in graphs with LoRA kernels (its pull 25914)
@@ -110,8 +110,6 @@ class _TableRow(Record):
 
 
 class _Server(BaseModel):
-    """What SGLang's server says of its graphs."""
-
     disable_cuda_graph: bool = False
     backend: str = Field(
         default="full",
@@ -322,7 +320,7 @@ class _Timing(BaseModel):
 
 
 class _BenchRecord(BaseModel):
-    """What step times need of a bench's record; this folder cannot import ``reports``."""
+    """Of a bench's record; this folder cannot import ``reports``."""
 
     num_tokens: Size
     mode: Mode
@@ -342,7 +340,6 @@ class TimeCurve(Record):
     """Measured points of one runtime mode and LoRA case.
 
     Attributes:
-        num_active_loras: The LoRA case; 0: no adapters.
         points: (tokens that ran, microseconds), ascending in both: the least nondecreasing values
             that are not below the measured ones, because a larger batch does not take less time.
     """
@@ -403,7 +400,7 @@ class TimeCurve(Record):
 
 
 class StepTimes(Record):
-    """Microseconds of a step, by runtime mode; nondecreasing in the tokens that run, with padding.
+    """Microseconds of a step, by runtime mode; nondecreasing in the tokens that run.
 
     Times are linear between points. Beyond the last point of a mode they have its last slope, and
     eager and PIECEWISE steps take at least as long as a FULL graph, if that was measured there or
@@ -415,13 +412,10 @@ class StepTimes(Record):
     points, is FULL plus a quarter of the time that eager takes longer, at most the first point.
 
     Attributes:
-        source: Where the figures come from, in words.
-        curves: One for each mode and LoRA case.
         lora_overhead: Extra time of a step with LoRA kernels, as a fraction.
         full_of_decode: Whether FULL graphs ran uniform decode alone, and tell nothing of mixed
             batches.
-        notes: Assumptions, and points that were changed.
-        doubt: Said before each verdict by them.
+        doubt: Begins each verdict by these times.
         unsure: Why those of a bench may be wrong, or others than the plan's.
     """
 
@@ -446,7 +440,7 @@ class StepTimes(Record):
         source: str,
         notes: Iterable[str] = (),
     ) -> StepTimes:
-        """Step times from points; a falling one is raised to the largest before it."""
+        """A time that falls is raised to the largest before it."""
         modes = {mode for mode, _ in points}
         curves = []
         said = list(notes)
@@ -477,7 +471,7 @@ class StepTimes(Record):
 
     @classmethod
     def default(cls) -> StepTimes:
-        """``DEFAULT_POINTS``: enough to see the shape of an answer, not to trust its figures."""
+        """Enough to see the shape of an answer, not to trust its figures."""
         return cls.measured(
             DEFAULT_POINTS,
             "default, of another model: Qwen3-0.6B's shape on an H200; engines' options need yours",
@@ -488,9 +482,8 @@ class StepTimes(Record):
     def load(cls, path: str | Path) -> StepTimes:
         """Step times from a file, whose content tells its form; ``REMEDY`` lists the forms.
 
-        Of a bench they are the medians from an idle device, by the size that ran. JSON of other
-        programs may stand one after the other: ``cat graphs.json eager.json``. Raises StepTimeError
-        with file and row.
+        Of a bench they are the medians from an idle device. JSON of other programs may stand one
+        after the other: ``cat graphs.json eager.json``. Raises StepTimeError with file and row.
         """
         return cls.parse(load.read_text(path, StepTimeError, REMEDY), path)
 
@@ -500,7 +493,7 @@ class StepTimes(Record):
         text: str,
         path: str | Path,
     ) -> StepTimes:
-        """``load`` from the text of the file; ``path`` names it in messages."""
+        """As ``load``, from a text; ``path`` names it in messages."""
         steps = [Timed(*step) for step in logged_steps(text)]
         if steps:
             return _of_runs(steps, median, path, f"the log of vLLM, {path}", [_OF_LOG])
@@ -549,7 +542,7 @@ class StepTimes(Record):
         tokens: npt.NDArray[Any],
         num_active_loras: int = 0,
     ) -> Floats:
-        """``of`` for an array of tokens. Raises StepTimeError if no curve tells the time."""
+        """Of an array of tokens, likewise. Raises StepTimeError if no curve tells the time."""
         lane = mode, num_active_loras
         largest = int(tokens.max(initial=0))
         known = self._known.get(lane)
@@ -617,7 +610,6 @@ class StepTimes(Record):
         return np.where(tokens > last, beyond, found)
 
     def measured_to(self, mode: CUDAGraphMode, num_active_loras: int = 0) -> int:
-        """The largest size whose time is not extrapolated."""
         curve, _ = self._curve_of(mode, num_active_loras)
         if curve is not None:
             return curve.points[-1][0]
@@ -657,8 +649,7 @@ class StepTimes(Record):
 
 
 class StepSurface(NamedTuple):
-    """Microseconds of a step by several sizes, nondecreasing in each: a time is raised to that of
-    smaller batches.
+    """Microseconds of a step by several sizes, never below that of a smaller batch.
 
     Linear in each size between measured ones, constant below them, in proportion beyond them.
     """
@@ -675,8 +666,8 @@ class StepSurface(NamedTuple):
         path: str | Path,
         names: Sequence[str],
     ) -> StepSurface:
-        """From CSV with a column for each name and ``microseconds``, or the JSON file of a bench,
-        of a full grid. Of equal sizes the longest time counts. Raises StepTimeError.
+        """From CSV with a column for each name and ``microseconds``, or a bench's JSON, of a full
+        grid. Of equal sizes the longest time counts. Raises StepTimeError.
         """
         rows: list[tuple[tuple[int, ...], float]] = []
         saves = False
@@ -733,7 +724,7 @@ def _name(mode: CUDAGraphMode) -> str:
 
 
 def _form_of(row: RawRow) -> StepForm[Any] | None:
-    """None: of no other program. Raises StepTimeError for results without step times."""
+    """Raises StepTimeError for results without step times."""
     where, names, _ = row
     for mark, program in TIMELESS.items():
         if mark in names:
