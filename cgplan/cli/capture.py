@@ -205,7 +205,6 @@ def _fitted(
     backend: GraphBackend,
     request: DoctorRequest,
 ) -> Plan:
-    """The plan, announced. Raises PlanMismatchError for a saved one that does not fit."""
     path = request.plan
     notes: list[str] = []
     if path:

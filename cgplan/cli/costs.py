@@ -37,7 +37,6 @@ class Priced(NamedTuple):
 
 
 def costs_of(loaded: LoadedConfig, given: str | None) -> Priced:
-    """Costs by ``estimate`` or ``measure``, or from a capture report or vLLM's log."""
     if given is None:
         return Priced(None)
     if given in ("estimate", "measure"):

@@ -1,4 +1,4 @@
-"""Options of the commands, in groups: dataclasses whose fields hold what typer has to know."""
+"""Options of the commands: dataclasses whose fields hold what typer has to know."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -277,8 +277,8 @@ class Given:
 
 class Prepared(NamedTuple):
     loaded: "LoadedConfig"
-    plan: "Plan"  # of the configuration, or a saved one
-    target: str  # of the model
+    plan: "Plan"
+    target: str
     kwargs: dict[str, Any]
 
 
@@ -488,7 +488,6 @@ class VllmOptions:
     blackwell: bool = flag("With --vllm: on a GPU of compute capability 10.x.", "--blackwell")
 
     def read(self, overrides: "Sequence[str | Override]" = ()) -> "VllmConfig | None":
-        """vLLM's configuration; None without ``--vllm``, which the other options need."""
         if self.enforce_eager:
             raise BadParameter("--enforce-eager: vLLM captures no graph then; leave it out")
         tokens = self.max_num_batched_tokens

@@ -388,7 +388,6 @@ def _times_of(
     config: Config,
     machine: Machine | None = None,
 ) -> StepTimes:
-    """Step times of a file, or the default ones; ``machine``: where costs were measured."""
     from cgplan.traffic.step_times import REMEDY, StepTimes
 
     file = loads.step_times

@@ -24,7 +24,6 @@ MOST_BYTES = 1 << 20
 
 @contextmanager
 def writing(path: str | Path) -> Iterator[None]:
-    """A block that writes a file. Raises OutputPathError."""
     try:
         yield
     except (OSError, RuntimeError) as error:  # Python 3.11: RuntimeError for a loop of links
@@ -39,8 +38,8 @@ def read_text(
     remedy: str,
     most: int | None = None,
 ) -> str:
-    """Text of a UTF-8 file, without a byte order mark; without ``most`` also one packed by gzip.
-    Raises ``error``, also if it has more than ``most`` bytes.
+    """UTF-8 without a byte order mark; without ``most`` also packed by gzip. Raises ``error``, also
+    if it has more than ``most`` bytes.
     """
     path = Path(path)
     try:
@@ -87,13 +86,12 @@ class LoadedConfig:
     base_dir: Path  # against which file targets are resolved
 
     def origin(self, path: str) -> str:
-        """Where the value at a dotted path, or its section, came from."""
         while path not in self.origins and "." in path:
             path = path.rpartition(".")[0]
         return self.origins.get(path, "default")
 
     def model_for(self, purpose: str) -> tuple[str, dict[str, Any]]:
-        """Target and kwargs of the model. Raises ConfigError, which begins with ``purpose``."""
+        """Raises ConfigError, which begins with ``purpose``."""
         model = self.config.model
         if model is None or model.target is None:
             raise ConfigError(
@@ -169,7 +167,6 @@ def loaded_config(
 
 
 def validate_config(data: Mapping[str, Any]) -> Config:
-    """Config from a mapping. Raises ConfigError."""
     try:
         return Config.model_validate(data)
     except ValidationError as error:

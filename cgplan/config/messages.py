@@ -26,7 +26,7 @@ def explain(
     root: type[BaseModel],
     places: Places = NOWHERE,
 ) -> ConfigError:
-    """A ConfigError with a message for each key; ``source`` names the file or class of ``data``."""
+    """A message for each key; ``source`` names the file or class of ``data``."""
     by_path = grouped((_real_path(detail, data), detail) for detail in error.errors())
     messages = []
     is_unknown = False

@@ -30,8 +30,6 @@ _COLUMNS = "| Key | Type | Default | Meaning |\n| --- | --- | --- | --- |"
 
 
 class _NamedDefaults(GenerateJsonSchema):
-    """Defaults of enums are names, as in YAML."""
-
     def encode_default(self, dft: Any) -> Any:
         if isinstance(dft, Enum):
             return dft.name
@@ -39,14 +37,14 @@ class _NamedDefaults(GenerateJsonSchema):
 
 
 def json_schema() -> str:
-    """JSON schema of a configuration. Ends with a newline."""
+    """Ends with a newline."""
     kind = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
     schema = {**kind, **_schema(), "title": "cgplan configuration"}
     return json.dumps(schema, indent=2) + "\n"
 
 
 def markdown() -> str:
-    """The reference of all keys, in sections. Ends with a newline."""
+    """The reference of all keys. Ends with a newline."""
     schema = _schema()
     sections = [_HEADER, *_section("Top level", schema, schema)]
     for key, node in schema["properties"].items():

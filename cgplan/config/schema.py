@@ -99,7 +99,6 @@ class Extent:
         return self.factor * sizes[self.symbol] + self.offset
 
     def takes(self, size: int) -> bool:
-        """For a dimension without a symbol."""
         return size <= self.offset if self.is_most else size == self.offset
 
     def count(self, size: int) -> int | None:
@@ -312,7 +311,6 @@ class Input(Section):
 
     @property
     def extents(self) -> tuple[Extent, ...]:
-        """The parsed shape."""
         return tuple(map(Extent.parse, self.shape))
 
     @property

@@ -1,4 +1,4 @@
-"""What records and configurations are made of: values, their forms and their parsers."""
+"""Values of records and configurations, and their parsers."""
 
 from __future__ import annotations
 

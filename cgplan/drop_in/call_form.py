@@ -407,7 +407,7 @@ class ByName(nn.Module):
     """The model with tensors by name, and a tensor or a tuple as output.
 
     Attributes:
-        outputs: Form and shapes of outputs, by shapes of tensors.
+        outputs: Form and shapes, by shapes of tensors.
         differs: An output was not as ``returns`` says.
     """
 

@@ -73,7 +73,7 @@ class Calls:
     """Calls wait for each other.
 
     Attributes:
-        replayed, eager: Numbers of calls that graphs answered, and of others by reason.
+        eager: Numbers of calls by reason.
         own_code_reason: Of a block whose calls graphs do not answer.
     """
 
@@ -357,7 +357,6 @@ class Calls:
         args: Args,
         kwargs: Kwargs,
     ) -> OwnCode:
-        """Raises GradientError where the model has changed."""
         detector = self.learner.detector
         assert detector is not None
         record = detector.record

@@ -41,8 +41,6 @@ NamedShapes = dict[str, list[int | str]]
 
 @dataclass
 class Settings:
-    """The arguments of ``graphed``. Raises ConfigError where one is wrong."""
-
     sizes: Any
     max_size: int | None
     dynamic: Any  # Mapping[str, Mapping[int, Dim | str]] | None
@@ -162,8 +160,6 @@ def _dim_of(given: Any) -> Dim | str:
 
 @dataclass(eq=False, repr=False)
 class Inference:
-    """The part of a ``Learner`` that reads one call."""
-
     __graph_memory__ = True
 
     model: Callable[..., Any]

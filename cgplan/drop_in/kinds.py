@@ -81,7 +81,7 @@ class Kind:
     """One kind of calls.
 
     Attributes:
-        specs: The inputs, in the order of the form; shapes have names where sizes vary.
+        specs: In the order of the form; shapes have names where sizes vary.
         grows: Names without a bound: for a larger batch the runner is opened again.
         shapes: Of the outputs, in terms of sizes.
         state, objects: Of the object arguments: a key, and their watch.
@@ -301,7 +301,6 @@ class Kind:
         self,
         tensors: Sequence[Tensor],
     ) -> Form | None:
-        """What the model's own code returned."""
         found = self.forward.outputs.get(shapes_of(tensors), (self.returns,))
         return found[0]
 

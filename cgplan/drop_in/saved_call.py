@@ -38,8 +38,7 @@ def as_called(
     kwargs: Mapping[str, Any] = MappingProxyType({}),
 ) -> nn.Module:
     """A model that takes tensors by name, in files of ``save_config``. ``call``: constants, lists,
-    mappings, `{$tuple: [...]}`, and `$name` for a tensor. Raises ModelError as ``load_model``
-    does.
+    mappings, `{$tuple: [...]}`, and `$name` for a tensor.
     """
     model = load_model(target, kwargs, device=torch.get_default_device())
     marks = dict[str, Tensor]()
@@ -109,7 +108,6 @@ def config_text(
     target: str | None,
     kwargs: Mapping[str, Any] | None,
 ) -> str:
-    """See ``Graphed.config_text``."""
     tail = kind.form[-1]
     if tail.autocast:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""From a configuration to its plan."""
+"""From a configuration to the graphs to capture."""
 
 from __future__ import annotations
 
@@ -98,7 +98,6 @@ def resolve_mode(config: Config) -> tuple[CUDAGraphMode, tuple[PlanChange, ...]]
 
 
 def refuse_auto(compilation: CompilationConfig) -> None:
-    """Raise ConfigError if the mode is AUTO."""
     if compilation.cudagraph_mode is CUDAGraphMode.AUTO:
         raise ConfigError(
             "cudagraph_mode is AUTO, and the graphs have to be known here before the model is "
@@ -134,14 +133,14 @@ LADDERS: Mapping[str, Ladder] = {
 
 
 class CaptureSizes(NamedTuple):
-    """Capture sizes in tokens, ascending; empty if nothing is captured. ``source``: in words."""
+    """In tokens, ascending; empty if nothing is captured."""
 
     sizes: Sizes
     source: str
 
 
 def resolve_sizes(config: Config, mode: CUDAGraphMode) -> CaptureSizes:
-    """Capture sizes in the resolved mode. Raises PlanError if none is left."""
+    """Raises PlanError if none is left."""
     if mode is CUDAGraphMode.NONE:
         return CaptureSizes((), "cudagraph_mode is NONE")
     given = config.compilation.cudagraph_capture_sizes
@@ -182,7 +181,6 @@ def resolve_sizes(config: Config, mode: CUDAGraphMode) -> CaptureSizes:
 
 
 def sizes_of(dim: Dim) -> Sizes:
-    """Capture sizes of a named dimension, ascending."""
     step = dim.multiple_of
     if isinstance(dim.sizes, tuple):
         return tuple(sorted(set(dim.sizes)))
@@ -288,9 +286,8 @@ def _keys(
     query_len: int | None = None,
     max_query_len: int | None = None,
 ) -> tuple[Key, ...]:
-    """By vLLM's model runner V1, or by V2, in its order: decode graphs for whole requests of
-    ``query_len`` tokens, or for requests of up to ``max_query_len``; mixed graphs for the sizes as
-    they are.
+    """In the order of vLLM's model runner V1 or V2: decode graphs for whole requests of
+    ``query_len`` tokens, or of up to ``max_query_len``; mixed graphs for the sizes as they are.
     """
     is_v2 = config.compilation.key_rules == "vllm_v2"
     if is_v2 and len(config.dim_names) > 1:
@@ -333,7 +330,7 @@ def _boxes(
     config: Config,
     sizes: Sequence[int],
 ) -> Sequence[tuple[int, ...]]:
-    """The boxes to capture. Raises ConfigError if they are too many, or span too many."""
+    """Raises ConfigError if they are too many, or span too many."""
     given = config.compilation.boxes
     first, *others = config.dim_names
     axes: dict[str, Collection[int]] = {first: sizes}

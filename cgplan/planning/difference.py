@@ -56,7 +56,7 @@ def _shown(value: Any) -> str:
 
 
 class LaneChange(LaneRecord):
-    """Capture sizes that a lane gains, loses and keeps, in tokens, ascending."""
+    """Capture sizes in tokens, ascending."""
 
     added: tuple[int, ...]
     removed: tuple[int, ...]
@@ -64,8 +64,6 @@ class LaneChange(LaneRecord):
 
 
 class Figure(Record):
-    """A figure of both plans; None where a plan has none."""
-
     old: float | None
     new: float | None
 
@@ -80,9 +78,9 @@ class PlanDifference(Record):
     """The changes from one plan to another.
 
     Attributes:
-        memory: Predicted, in bytes; ``seconds`` of start-up likewise.
+        memory: In bytes; ``seconds`` of start-up likewise.
         expected_us: Microseconds of a step.
-        failed: Keys that the new plan leaves out because they could not be captured, with errors.
+        failed: Keys that the new plan leaves out because their capture failed, with errors.
         settings: Of the resolved mode, the configurations, the budgets, the machines, and ``RULES``
             of the evidence.
         notes: Why figures may not be comparable.
@@ -104,7 +102,6 @@ class PlanDifference(Record):
 
 
 def compare(old: Plan, new: Plan) -> PlanDifference:
-    """The changes from ``old`` to ``new``."""
     before = old.lanes()
     after = new.lanes()
     lanes = []
@@ -176,8 +173,8 @@ def fitted(
 ) -> Plan:
     """The plan, to be captured with a configuration; ``file`` is the one that it was read from.
 
-    Raises PlanMismatchError, which names each setting, if they do not match; with ``force`` the
-    plan has a warning instead.
+    Raises PlanMismatchError, which names each setting that differs; with ``force`` the plan has a
+    warning instead.
     """
     wrong = mismatches(
         plan,
@@ -287,7 +284,6 @@ def leaves(
     value: Mapping[str, Any],
     prefix: str = "",
 ) -> Iterator[tuple[str, Any]]:
-    """Dotted names and values of a nested mapping."""
     for name, inner in value.items():
         if isinstance(inner, Mapping):
             yield from leaves(inner, f"{prefix}{name}.")

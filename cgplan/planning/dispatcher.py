@@ -21,8 +21,6 @@ _GRAPHS = frozenset({CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE})
 
 
 class MissReason(StrEnum):
-    """Why no graph serves a batch."""
-
     NOTHING_CAPTURED = "nothing is captured"
     TOO_LARGE = "larger than the largest capture size"
     MODE_EXCLUDED = "the caller excluded the mode of its graph"
@@ -34,7 +32,7 @@ class MissReason(StrEnum):
 
 
 def set_of_modes(given: Collection[CUDAGraphMode]) -> frozenset[CUDAGraphMode]:
-    """Runtime modes, which may be given by name. Raises InputError for a string."""
+    """Runtime modes, also by name. Raises InputError for a string."""
     if isinstance(given, str):
         raise InputError(
             "modes is a string; pass a set",
@@ -44,7 +42,7 @@ def set_of_modes(given: Collection[CUDAGraphMode]) -> frozenset[CUDAGraphMode]:
 
 
 class _Row(dict[int | Box, Answer]):
-    """Answers by the sizes of a batch, rows first (a number where rows alone vary).
+    """Answers by the sizes of a batch, rows first.
 
     An answer is the first of ``keys`` whose box holds the batch. It is known for each corner of the
     grid that the boxes span; a batch goes up to the next corner. An eager batch gets (NONE,
@@ -94,7 +92,7 @@ class _Row(dict[int | Box, Answer]):
 
 
 class CudagraphDispatcher:
-    """Answers for every batch, from a plan alone: the same ones on every rank.
+    """Answers from a plan alone: the same ones on every rank.
 
     The first lane (``Lane.place``) that serves a batch and holds it runs it, at the smallest size.
     """
@@ -135,13 +133,13 @@ class CudagraphDispatcher:
 
         Args:
             num_tokens: Unpadded.
-            uniform_decode: Whether each request has ``plan.query_len`` tokens.
+            uniform_decode: Whether each request has ``plan.query_len``
+                tokens.
             num_active_loras: Distinct adapters in the batch.
-            valid_modes: The modes that may be chosen, beside NONE; absent: all.
-            invalid_modes: The modes that may not.
+            valid_modes: Those that may be chosen, beside NONE; absent: all.
+            invalid_modes: Those that may not.
             sizes: In the other named dimensions, unpadded.
-            num_reqs: Requests of the batch. This and what follows decides with key_rules vllm_v2
-                alone.
+            num_reqs: This and what follows decides with key_rules vllm_v2 alone.
             uniform_query_len: Tokens of each request, where all have as many.
             max_query_len: Of each request at most, in a batch without prefill.
         """

@@ -73,10 +73,7 @@ _MODES = ("NONE", "STOCK_TORCH_COMPILE", "DYNAMO_TRACE_ONCE", "VLLM_COMPILE")
 
 
 class VllmConfig(NamedTuple):
-    """vLLM's settings as a configuration, and notes on what was left out or assumed.
-
-    ``lost``: sizes that were asked for and that vLLM does not capture.
-    """
+    """``lost``: sizes that were asked for and that vLLM does not capture."""
 
     loaded: LoadedConfig
     notes: tuple[str, ...]
@@ -562,12 +559,10 @@ def _captured_mode(plan: Plan) -> CUDAGraphMode:
 
 
 def _sizes(plan: Plan, *modes: CUDAGraphMode) -> list[int]:
-    """In tokens, of the graphs of these modes."""
     return _unique(key.num_tokens for mode, key in plan.keys if mode in modes)
 
 
 def _requests(plan: Plan) -> list[int]:
-    """Sizes of decode batches in requests: of FULL graphs."""
     tokens = _sizes(plan, CUDAGraphMode.FULL)
     return _unique(min(-(-size // plan.query_len), plan.max_num_seqs) for size in tokens)
 

@@ -153,7 +153,7 @@ class LaneRecord(Record):
 
 
 class LeftOut(LaneRecord):
-    """Sizes of one lane that a plan could have and has not, and why.
+    """Sizes of one lane that a plan could have and has not.
 
     Attributes:
         reason: "no batch would run in it"; "no gain" (steps would be less than 0.01% shorter); the
@@ -175,8 +175,6 @@ class Emission(Record):
 
     Attributes:
         options: Of its command line, or YAML; ``--emit`` prints them.
-        bounds: Options that the plan was made for.
-        environment: ``NAME=value``.
         notes: How the engine's graphs differ from the plan.
     """
 
@@ -205,7 +203,6 @@ class KeyCost:
     Attributes:
         pool_bytes: Growth of the graph pool.
         driver_bytes: The driver's memory for its nodes, 0 on the tape.
-        seconds: Of warm-ups and the capture.
     """
 
     pool_bytes: int
@@ -217,11 +214,9 @@ class Predicted(Record):
     """The predicted cost of capturing a list of keys.
 
     Attributes:
-        keys: In capture order.
-        static_bytes: Of the static buffers, which all keys share.
         workspace_bytes: What the first graph takes once: library workspaces and more.
         estimated: Whether no figure was measured on the device.
-        notes: Why the configuration that is planned for may have other figures.
+        notes: Why the configuration may have other figures.
         extrapolated: Whether a graph is larger than those measured.
     """
 
@@ -258,14 +253,13 @@ class Plan(Record):
         dim_names: What the sizes of a descriptor's ``box`` count.
         capture_sizes: In tokens, ascending, of all lanes together; a lane may lack some.
         keys: In capture order, see ``capture_order``.
-        key_rules: Those of ``compilation.key_rules``.
         draft_prefill_keys, draft_decode_keys: What an engine captures besides for a draft model.
         lora_cases: Numbers of active adapters; (0,) without LoRA.
-        query_len: Tokens of each request in a uniform decode batch.
-        max_loras: None: no LoRA.
+        query_len: Tokens of each
+            request in a uniform decode batch.
         config: The settings that decide a capture, in JSON; ``config_hash`` is their digest.
         evidence: Why the planner chose these keys; None where a list or ladder did.
-        budget: The limits that the configuration sets, in JSON.
+        budget: The limits of the configuration, in JSON.
         simulated: The settings of ``SIMULATED`` that are not defaults, in JSON.
         notes, lint: Of a plan that was not made for traffic; other plans have them in the evidence.
             Once it is captured: how its budget differs from the one that bounds the capture.
@@ -351,7 +345,7 @@ class Plan(Record):
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Plan from its JSON form (``model_dump_json``). Raises ReportError for anything else."""
+        """A plan from its ``model_dump_json``. Raises ReportError for anything else."""
         try:
             data = json.loads(text)
             version = data.get("schema_version") if isinstance(data, dict) else None
@@ -368,12 +362,10 @@ class Plan(Record):
 
 
 def budget_of(config: Config) -> dict[str, Any]:
-    """The limits that are set, in bytes, seconds and graphs."""
     return config.budget.model_dump(mode="json", exclude_none=True)
 
 
 def capture_config(config: Config) -> dict[str, Any]:
-    """The settings that decide a capture, in JSON."""
     return config.model_dump(mode="json", exclude=_NOT_CAPTURED)
 
 

@@ -1,4 +1,4 @@
-"""vLLM's own log: the number, memory and seconds of its graphs, and the times of its steps.
+"""vLLM's own log: the cost of its graphs, and the times of its steps.
 
 Lines of ``VERSIONS["vLLM"]``: v1/worker/gpu_model_runner.py and v1/worker/gpu/model_runner.py
 (captures and their profile), v1/worker/gpu_worker.py (memory), v1/metrics/loggers.py (iterations).
@@ -58,21 +58,19 @@ _STEP = re.compile(
 
 @dataclass(frozen=True)
 class StartLog:
-    """vLLM's last start with graphs; of several ranks, the one whose graphs took most.
+    """vLLM's last start with graphs; of several ranks, the one whose graphs took most. Figures that
+    the log does not tell are 0.
 
     Attributes:
         seconds: Of all captures, whole.
         bytes: Device memory that they took, to 0.01 GiB.
         graphs: (graphs, tokens of the largest) by runtime mode; the second is 0 if it is not known.
         reserved: Bytes that vLLM kept free for the graphs.
-        by_mode: Estimated (bytes of the first graph, bytes of each other) by runtime mode, in logs
-            of level DEBUG.
-        advice: The numbers of vLLM's line on ``--kv-cache-memory``.
+        by_mode: Estimated bytes of the first graph and of each other, in logs of level DEBUG.
+        advice: The numbers of its line on ``--kv-cache-memory``.
         has_drafts: Whether the start had speculative tokens; None if the log does not tell it.
-        version: Of vLLM; empty if the log does not tell it.
-        mode, sizes: That vLLM was to capture; None and () if the log does not name them.
-        kv_token_bytes: Of the KV cache, by ``advice``; 0 if not known.
-        max_num_batched_tokens: 0 if not known.
+        mode, sizes: That vLLM was to capture.
+        kv_token_bytes: Of the KV cache, by ``advice``.
     """
 
     seconds: float
@@ -181,7 +179,6 @@ class StartLog:
         yield f"the log is of a start with {graphs}, the configuration has {plan.graph_words}"
 
     def said(self, plan: Plan) -> Iterator[str]:
-        """Sentences on the memory of the graphs, and on vLLM's options for the KV cache."""
         bound = self.max_num_batched_tokens
         if bound not in (0, plan.max_num_batched_tokens):
             yield (

@@ -85,8 +85,8 @@ class Way(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """``gains``: eager over graph time by tokens, ascending; bytes of its pool. ``fusible``: the
-    share of a step that a compiler may save. ``route``: with the traces of the trial.
+    """``gains``: eager over graph time by tokens, ascending. ``fusible``: the share of a step that
+    a compiler may save. ``route``: with the traces of the trial.
     """
 
     way: Way
@@ -278,7 +278,6 @@ class Trials:
         seconds: float | None,
         failed: list[str],
     ) -> tuple[Candidate | None, str]:
-        """At the sizes that are timed."""
         config = self.config
         sizes = sorted(_timed_sizes(plan, config))
         compilation = way.compilation.changed(

@@ -14,7 +14,7 @@ from cgplan.runner.verifier import Verifier
 
 
 class Launcher:
-    """Launches prepared calls; the caller holds the lock."""
+    """The caller holds the lock."""
 
     def __init__(
         self,

@@ -23,9 +23,7 @@ from cgplan.units import format_bytes
 
 @dataclass(frozen=True)
 class PoolReport:
-    """The cost of a pool's members; prints as a table. ``pool_bytes`` of ``parts`` are the whole
-    pool's so far.
-    """
+    """``pool_bytes`` of ``parts`` are the whole pool's so far."""
 
     parts: Mapping[str, CaptureReport]
     pool_bytes: int
@@ -40,7 +38,6 @@ class PoolReport:
 
     @property
     def outside_bytes(self) -> int:
-        """Bytes of library workspaces and of the driver."""
         return sum(
             report.workspace_bytes + (report.driver_bytes or 0) for report in self.parts.values()
         )
@@ -77,8 +74,6 @@ class CudaGraphManager:
         model: On the device already. The caller owns it.
         backend: Absent: the pool's, or that of ``config.device``.
         pool: Absent: as ``compilation.pool`` says.
-        plan: Absent: ``build_plan(config)``.
-        before_key: See CaptureSession.
 
     Raises:
         ConfigError: ``cudagraph_mode`` is AUTO, which ``choose_mode`` decides.

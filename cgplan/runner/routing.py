@@ -25,7 +25,7 @@ _REMEDIES = {
 
 @dataclass(frozen=True)
 class RoutedBatch:
-    """A batch, and the dispatcher's answer.
+    """A batch with the dispatcher's answer.
 
     Attributes:
         missing: A key without a graph that fits better; a call may capture it.
@@ -161,7 +161,6 @@ class BatchRouter:
         return CudagraphDispatcher(self._captured.asked)
 
     def reason_for_none(self, route: RoutedBatch) -> MissReason:
-        """Raises DispatchMissError where ``on_miss`` is ``error``."""
         tokens = route.batch.num_tokens
         sizes = route.batch.sizes
         counts = tokens, route.uniform, route.num_active_loras, None, route.invalid_modes, sizes

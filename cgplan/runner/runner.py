@@ -63,7 +63,6 @@ class GraphRunner:
     of the last one.
 
     Attributes:
-        stats: Counts how calls were answered.
         graphs, router: For other parts of cgplan; ``recapture`` replaces them.
     """
 
@@ -190,13 +189,13 @@ class GraphRunner:
         """Run one batch.
 
         Args:
-            tensors: The first inputs, in the order of their declaration.
-            inputs: Other inputs, and the metadata, by name. All are unpadded, on the runner's
-                device or on the host; host tensors may be written to after the call.
+            tensors: The first inputs, as declared.
+            inputs: Other inputs and the metadata. All are unpadded, on the runner's device or on
+                the host; host tensors may be written to after the call.
             uniform_decode: Every request has ``plan.query_len`` tokens. Absent: counts tell it for
                 1; else the batch is mixed.
             num_active_loras: Distinct adapters.
-            invalid_modes: Runtime modes that cannot run this batch.
+            invalid_modes: Runtime modes that the batch may not run in.
 
         Returns the output without padding; borrowed, see the class.
 
@@ -334,7 +333,6 @@ class GraphRunner:
         route: RoutedBatch,
         values: Values | None,
     ) -> PreparedCall:
-        """``values=None``: staged batches. Raises DispatchMissError."""
         reason = None
         mode = route.mode
         if mode is CUDAGraphMode.NONE:
@@ -538,8 +536,8 @@ class GraphRunner:
         num_active_loras: int = 0,
         **inputs: Tensor,
     ) -> VerifyRecord:
-        """Compare a replay with the model's own code; the model's tensors are put back. Times are
-        in microseconds; ``failure`` says what is wrong. Raises as a call, and DispatchMissError.
+        """Compare a replay with the model's own code; the model's tensors are put back. Raises as a
+        call, and DispatchMissError.
         """
         inputs = self._by_name(tensors, inputs)
         with self._held():
@@ -609,7 +607,7 @@ class GraphRunner:
             call.needs_check = call.route.mode is not CUDAGraphMode.NONE
 
     def recapture(self) -> None:
-        """Capture the plan again, failed keys too, with the model's current memory; outputs and
+        """Capture the plan again, failed keys too, for the model's present memory; outputs and
         ``input_views`` expire. Raises as CaptureSession.run; then the runner is closed.
         """
         with self._held():
@@ -648,7 +646,7 @@ class GraphRunner:
 
     @contextmanager
     def no_capture(self) -> Iterator[None]:
-        """A block in which no call captures: it uses a larger graph, or runs eagerly."""
+        """A block in which no call captures, but uses a larger graph, or runs eagerly."""
         self._forbidden += 1
         try:
             yield

@@ -31,13 +31,12 @@ class CaptureSession:
     Args:
         model: Called with the declared inputs by name.
         progress: Called before each key.
-        pool: Absent: as ``compilation.pool`` says.
         together: The sessions of other ranks.
         state: The objects whose tensors and attributes the model uses; absent: the model.
         before_key: Sets an engine's context ahead of each key's runs. It gets the runtime mode, the
-            descriptor and the runner's static rows by name, which hold padding.
+            descriptor and static rows by name, which hold padding.
         real_rows: Absent: captures run on padding.
-        route: Of a trial of FULL graphs, whose traces are kept; absent: made here.
+        route: Of a trial of FULL graphs, with its traces.
         began: When the report begins, by ``time.perf_counter()``; absent: now.
 
     Raises ConfigError for ``cudagraph_mode: AUTO``, which ``choose_mode`` decides.
@@ -125,7 +124,6 @@ class CaptureSession:
         on_demand: bool,
         began: float | None = None,
     ) -> CapturedKeys:
-        """``keys``: those to capture now; others ``on_demand``, or not at all."""
         backend = self.backend
         config = self.config
         ranks = self.together

@@ -21,7 +21,7 @@ _UNREAD = object()
 
 
 class StagedBuffers(Mapping[str, Tensor]):
-    """The runner's static rows of one batch, by name; ``GraphRunner.stage`` makes it.
+    """The runner's static rows of one batch, by name.
 
     Inside the block, which can be entered again, the caller writes the tensors in place. Leaving it
     runs the batch, and raises as a call; then ``output`` is there.
@@ -126,7 +126,7 @@ class StagedBuffers(Mapping[str, Tensor]):
         self._output = _MISSING
 
     def retire(self) -> None:
-        """Hold nothing of graphs that are gone."""
+        """Its graphs are gone."""
         self.call = None
         self._views = {}
         self.drop_output()

@@ -26,7 +26,7 @@ Sample = tuple[Sequence[object], int]  # labels, count
 
 MOST_BATCHES = 100_000
 EXACT_BATCHES = 512  # tokens that metrics do not round
-UNTIMED = 1 << 62  # calls
+UNTIMED = 1 << 62
 
 
 @dataclass(slots=True, eq=False)
@@ -44,7 +44,7 @@ class BatchCount:
 
 
 class RunnerStats:
-    """What calls were answered with. Staged blocks are not timed.
+    """How calls were answered. Staged blocks are not timed.
 
     Attributes:
         failures: Captures in service that failed or were over the budget.

@@ -1,1 +1,1 @@
-"""Traffic and step times: the steps that a server runs, and how long each lasts."""
+"""The steps that a server runs, and how long each lasts."""
