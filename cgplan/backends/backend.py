@@ -141,7 +141,6 @@ class GraphBackend(ABC):
     counts_driver_bytes: bool = False  # in ``memory().free``
 
     def environment(self, config_hash: str = "") -> Environment:
-        """The machine, now."""
         device, driver, cuda = self.hardware()
         return Environment(
             backend=self.name,

@@ -40,7 +40,7 @@ class CaptureScope:
 
     Attributes:
         is_open: False in a sealed runner: wrappers must not capture.
-        entries: Captured since the session last took them.
+        entries: Captured since they were last taken.
         wrappers: A set, in order; they may outlive the scope, their graphs must not.
         mark: Entries hold it in place of the scope, which would keep graphs.
     """

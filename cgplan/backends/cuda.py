@@ -107,7 +107,6 @@ _CHILD = 4
 
 
 def _check(*codes: int) -> None:
-    """Raises BackendError."""
     if any(codes):
         raise BackendError(
             f"the driver could not read a graph's nodes: error {max(codes)}",
@@ -128,7 +127,6 @@ def _nodes_of(graph: int) -> Array[ctypes.c_void_p]:
 
 
 def count_kernels(graph: int) -> int:
-    """With child graphs."""
     driver = libcuda()
     nodes = _nodes_of(graph)
     kinds = (ctypes.c_int32 * len(nodes))()

@@ -37,7 +37,6 @@ class GraphNodes:
         words: uint64, which may be addresses.
         nodes: int64, the node of each word.
         certain: bool, whether the node surely uses the word.
-        tensors: Kept alive by the graph.
     """
 
     names: tuple[str, ...]

@@ -186,7 +186,6 @@ class Tape:
 
     Attributes:
         before: Restored at the end, because a GPU's capture runs nothing.
-        launches: None: not noted.
     """
 
     pool: TapePool

@@ -113,7 +113,6 @@ class BatchReader:
         return Batch(tokens, reqs, tuple(sizes))
 
     def refuse_other(self, batch: Batch, descriptor: BatchDescriptor) -> None:
-        """Raises InputError."""
         counted = ["sizes", "num_reqs"]
         if self._dim_names[0] in self.symbols:
             counted.insert(0, "num_tokens")

@@ -157,7 +157,6 @@ def _missing(
     buffer: StaticBuffer,
     value: Tensor,
 ) -> list[int]:
-    """As torch.nn.functional.pad takes them."""
     missing = []
     for dim in reversed(range(value.dim())):
         is_counted = dim == buffer.row_dim

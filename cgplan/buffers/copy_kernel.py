@@ -148,8 +148,6 @@ class _Arguments:
 
 
 class _Target:
-    """A static buffer as the kernel's Job."""
-
     def __init__(self, buffer: StaticBuffer) -> None:
         tensor = buffer.tensor
         self.address = tensor.data_ptr()

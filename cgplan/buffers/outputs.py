@@ -32,7 +32,6 @@ class OutputRows:
         batch: Batch | BatchDescriptor,
         num_reqs: int | None,
     ) -> Iterator[tuple[int, ...]]:
-        """In order, as far as known."""
         tokens = batch.num_tokens
         reqs = tokens // self._config.query_len if num_reqs is None else num_reqs
         sizes = batch.sizes

@@ -182,7 +182,6 @@ class StaticBuffers:
         num_tokens: int,
         num_reqs: int,
     ) -> dict[str, Tensor]:
-        """New tensor objects."""
         return {
             name: buffer.view(buffer.count(num_tokens, num_reqs)).detach()
             for name, buffer in self.buffers.items()

@@ -1,5 +1,5 @@
-"""Who owns the memory that graphs point to. Tensors that the walk misses (in sets or compiled code)
-count as the model's. docs/audit.md says what proves a pointer.
+"""Who owns the memory that graphs point to. Tensors that the walk misses count as the model's.
+docs/audit.md says what proves a pointer.
 """
 
 import gc
@@ -37,7 +37,7 @@ T = TypeVar("T")
 _LEAST = 1 << 32
 _LEAST_ON_HOST = 1 << 16  # heaps may begin below 4 GiB
 _MOST = 1 << 47
-_TABLE = "the table of other ranks' buffers"  # as a node
+_TABLE = "the table of other ranks' buffers"
 _UNKNOWN = Launch(0, 0, None, None, frozenset())
 _SHOWN = 10
 _UNHELD = "; nobody holds it"
@@ -131,8 +131,8 @@ def audit(
     graphs: ModelGraphs,
     environment: Environment,
 ) -> AuditReport:
-    """Look up every pointer of the graphs; ``compilation.audit`` at the capture gives operators and
-    lines. Raises BackendError where nodes cannot be read.
+    """Look up every pointer of the graphs; ``compilation.audit`` gives operators and lines. Raises
+    BackendError where nodes cannot be read.
     """
     start = time.perf_counter()
     captured = _captured(graphs)
@@ -359,8 +359,7 @@ class Owners:
     """``counts``: Pointers by key and owner, once ``stale`` is through.
 
     Args:
-        state: The start, end and owner of each tensor.
-        at_capture: Paths by address.
+        state: Start, end and owner of each tensor.
     """
 
     def __init__(

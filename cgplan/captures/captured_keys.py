@@ -55,7 +55,7 @@ from cgplan.units import format_bytes, format_seconds, listed
 
 @dataclass(frozen=True)
 class CaptureProgress:
-    """Key ``index`` (from 0) of ``total`` is captured next."""
+    """Key ``index`` (from 0) is captured next."""
 
     index: int
     total: int
@@ -68,12 +68,11 @@ Progress = Callable[[CaptureProgress], None]
 
 @dataclass(eq=False, repr=False)
 class CapturedKeys:
-    """The keys of a model that have graphs, and those that could not be captured.
+    """The keys of a model that have graphs, and those that have none.
 
     Args:
         graphs: Its ``plan`` is ``wanted``, from the end of ``start_up`` on what is captured of it.
-        asked: What the configuration says.
-        wanted: What of it may be captured.
+        wanted: What of the configuration may be captured.
         prove: By a second capture of a plan, for ``audit: prove``.
 
     Attributes:
@@ -103,7 +102,7 @@ class CapturedKeys:
         self._environment = graphs.backend.environment(self.asked.config_hash)
         in_plan = set(self.wanted.keys)
         self._left_out = [key for key in self.asked.keys if key not in in_plan]
-        self._survivable: tuple[type[CgplanError], ...] = ()  # others are raised
+        self._survivable: tuple[type[CgplanError], ...] = ()
         if self.guard.active:
             self._survivable = (
                 CaptureMemoryError,
@@ -167,8 +166,8 @@ class CapturedKeys:
         evicted: Collection[Key] = (),
         renew: bool = False,
     ) -> tuple[Key, ...]:
-        """Capture wanted keys that have not failed, the largest first; returns those that have
-        graphs then. Raises AddressError, as new graphs would hide a move, and AuditError.
+        """The largest keys first; returns those that have graphs then. Raises AddressError, as new
+        graphs would hide a move, and AuditError.
         """
         if keys:
             self.check_addresses(next(iter(keys)))
@@ -330,7 +329,6 @@ class CapturedKeys:
             self._workspace_bytes = max(outside, 0)
 
     def _note_captured(self) -> None:
-        """In the plan and the report."""
         graphs = self.graphs
         guard = self.guard
         plan = self._plan()
@@ -416,8 +414,8 @@ def fitting(
     config: Config,
     free: int | None,
 ) -> Plan:
-    """The plan without keys that are predicted not to fit; ``free``: device memory in bytes. The
-    largest sizes go first: they take most and gain least.
+    """The plan without keys that are predicted not to fit into ``free`` bytes. The largest sizes go
+    first: they take most and gain least.
     """
     budget = config.budget
     most = budget.max_graphs
@@ -439,12 +437,12 @@ def fitting(
 
 
 class BudgetGuard:
-    """Says before and after each capture whether all ranks' budgets allow the key.
+    """Says before and after each capture whether the budgets of all ranks allow the key.
 
     Attributes:
         shared_bytes: Bytes of the pool that others captured before.
         spent_seconds: In blocks of ``timed``.
-        stops: Refused keys, in order.
+        stops: Refused keys.
     """
 
     def __init__(
@@ -530,7 +528,6 @@ class BudgetGuard:
         key: Key,
         error: BaseException,
     ) -> None:
-        """Tell all ranks that memory ran out."""
         if isinstance(error, CaptureMemoryError):
             free = format_bytes(self._graphs.backend.memory().free)
             self._stop("device memory", key, f"it ran out, with {free} free on the device")

@@ -46,8 +46,6 @@ _STOPPED = (
 
 
 class Next(Enum):
-    """After an attempt without a graph."""
-
     TRY_AGAIN = auto()  # this key, with a warm-up or another look
     START_AGAIN = auto()  # all keys, with warm-ups
     GIVE_UP = auto()  # by CapturedKeys alone
@@ -130,14 +128,14 @@ class Capturer:
         self.in_service = False
         self.inspection_seconds = 0.0
         self.returns_nothing = False
-        self.started_again: str | None = None  # why
+        self.started_again: str | None = None
         self._graphs = graphs
         self._asked_warm_ups = graphs.config.compilation.cudagraph_num_of_warmups
         # asked for, or all graphs cannot be freed for a new start
         self._all_need_warm_up = (
             self._asked_warm_ups not in ("auto", 0) or not graphs.is_alone or graphs.pools.is_given
         )
-        self._lanes = set[Lane]()  # that had a warm-up
+        self._lanes = set[Lane]()
         self._quiet_keys = 0  # in a row
         self._may_be_uncomputed = False
 
@@ -236,7 +234,6 @@ class Capturer:
         return self._again_with_warm_up(attempt, failure.message if is_lasting else "")
 
     def _again_with_warm_up(self, attempt: _Attempt, because: str) -> Next:
-        """``because``: why all keys start again."""
         attempt.needs_warm_up = True
         if not because:
             return Next.TRY_AGAIN

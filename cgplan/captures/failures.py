@@ -63,8 +63,6 @@ def explain_failure(
     """The typed error for a failed warm-up or capture.
 
     Args:
-        free: Device memory in bytes, if known.
-        host_sync: As the look named it.
         all_freed: The session gives up what it captured before.
     """
     where = blamed_line(error.__traceback__)

@@ -53,7 +53,7 @@ class DeclaredMetadata(dict[str, Any]):
 
 
 class ForwardFacts:
-    """What captures found of the forward, for as long as its graphs live.
+    """What captures found of the forward, while its graphs live.
 
     Attributes:
         capture_visible: Modes in which packages see captures.
@@ -78,7 +78,6 @@ class ForwardFacts:
 
     @property
     def storages_written(self) -> set[int]:
-        """Their ids."""
         found = set(self.overwritten)
         for tensor in self.written.values():
             found.add(tensor.untyped_storage()._cdata)
@@ -429,7 +428,6 @@ class ModelGraphs:
 
     @property
     def copied_bytes(self) -> int:
-        """On the device, of the model's state."""
         return 0 if self._rehearsal is None else self._rehearsal.put_back.storages.copied["device"]
 
     @contextmanager
@@ -769,7 +767,7 @@ class Rehearsal:
 
     @property
     def changes(self) -> dict[str, Change]:
-        """Of Python by the last run, but what is ignored."""
+        """Of Python, by the last run."""
         ignore = self._graphs.config.compilation.ignore
         found = self._changed.items()
         return {path: change for path, change in found if not is_ignored(path, ignore)}

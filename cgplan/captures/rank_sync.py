@@ -19,12 +19,10 @@ class PeerMemory(NamedTuple):
 
 
 class RankSync:
-    """Steps of all ranks together; if one fails, all raise. This class, for a single rank, never
-    waits.
-    """
+    """Steps of all ranks; if one fails, all raise. This class, for a single rank, never waits."""
 
     def begin(self, plan: Plan, free: int | None) -> int | None:  # noqa: ARG002
-        """Agree on the plan; returns the least free device memory in bytes."""
+        """Agree on the plan; returns the least free device memory."""
         return free
 
     def any_refuses(
@@ -32,7 +30,7 @@ class RankSync:
         refused: bool,
         because: BaseException | None = None,  # noqa: ARG002
     ) -> bool:
-        """Whether any rank refuses a key; ``because``: this one ran out of memory."""
+        """``because``: this rank ran out of memory."""
         return refused
 
     def dropped(self) -> None:
@@ -52,7 +50,6 @@ class RankSync:
         """Before graphs and their pool are freed."""
 
     def completed(self, report: CaptureReport) -> CaptureReport:
-        """Adds the other ranks' reports."""
         return report
 
 

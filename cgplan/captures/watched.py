@@ -1,4 +1,4 @@
-"""The CUDA graphs of a process, whoever captures them, and what became of the memory they read.
+"""The CUDA graphs of a process, whoever captures them, and the memory that they read.
 
 Note [Modules of the process]
     The garbage collector lists them; Dynamo would trace a hook of torch.nn. `gc.freeze()`, which
@@ -70,8 +70,6 @@ class _Place(NamedTuple):
 
 
 class Places:
-    """Where tensors lie at one moment."""
-
     def __init__(self, found: Collection[_Place], roots: Collection[str]) -> None:
         self.roots = roots
         self.by_path = {place.path: place for place in found}

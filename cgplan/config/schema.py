@@ -683,7 +683,6 @@ class Config(Section):
 
     @property
     def tensors(self) -> dict[str, Input]:
-        """Inputs and metadata by name."""
         return {**self.inputs, **self.metadata}
 
     @property

@@ -53,7 +53,6 @@ class Ranks:
     """Made by ``open_ranks``, ended by ``close`` or a ``with`` block.
 
     Attributes:
-        timeout: Seconds that ranks wait for one another.
         lost: Why there are no more steps.
         agreed_on: The error that the last step raised on all ranks.
     """
@@ -86,7 +85,7 @@ class Ranks:
     def agree(
         self, step: str, *, error: BaseException | None = None, value: Any = None
     ) -> list[Any]:
-        """Come to a step; returns every rank's value, pickled. ``error``: this rank has failed, at
+        """Come to a step; returns every rank's pickled value. ``error``: this rank has failed, at
         any step.
 
         Raises:
@@ -255,7 +254,7 @@ def open_ranks(
 
     Args:
         device: ``cuda`` is the GPU of the local rank.
-        place: From torchrun's environment if absent.
+        place: Absent: from torchrun's environment.
 
     Raises:
         RendezvousError, RankMismatchError, BackendError, ConfigError: as ``meet`` and

@@ -135,7 +135,7 @@ def one_shot(
     BLOCK: tl.constexpr,
     LIMIT: tl.constexpr,
 ):
-    """Every rank reads all inputs and writes the whole sum.
+    """Each rank reads all inputs and writes the whole sum.
 
     Args:
         row, signals: [WORLD] int64, addresses of each rank's.
@@ -179,7 +179,7 @@ def two_shot(
     LIMIT: tl.constexpr,
     SIGNAL_BYTES: tl.constexpr,
 ):
-    """Every rank sums one slice of all inputs, then reads the others' slices. As ``one_shot``, and:
+    """Each rank sums one slice of all inputs, then reads the others'. As ``one_shot``, and:
 
     Args:
         slice_packs: packs / WORLD, rounded up.

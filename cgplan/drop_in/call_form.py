@@ -284,7 +284,6 @@ def arguments_by_name(
 def objects_in(
     form: Iterable[Any],
 ) -> list[Any]:
-    """The objects known by identity."""
     return [box.value for box in form if type(box) is ById]
 
 

@@ -402,8 +402,8 @@ def graphed(
         g = cgplan.graphed(model, sizes=[1, 4, 16])
         y = g(x)
 
-    A call returns what the model returns, within rounding. A kind's first two calls run the
-    model's own code, the third captures. If weights move, the next call captures again.
+    A call returns what the model returns, within rounding. A kind's first two calls run the model's
+    own code, the third captures. If weights move, the next call captures again.
 
     Arguments may be tensors, numbers, text, None, and pytrees and dataclasses of them. All but
     tensors are part of the kind: pass the same cache object in each call.
@@ -415,8 +415,8 @@ def graphed(
             batches.
         example: Arguments of one call, for ``warm_up``: a tensor, a sequence, or a mapping by name.
         dynamic: Dimensions that vary, by input; parts of an argument are named ``obs.position``:
-            ``{"x": {0: cgplan.Dim("batch", max=64), 1: "length"}}``. ``{}``: none.
-            Absent: dimension 0 of the inputs that agree in it.
+            ``{"x": {0: cgplan.Dim("batch", max=64), 1: "length"}}``. ``{}``: none. Absent:
+            dimension 0 of the inputs that agree in it.
         pad: Harmless values of padding by input. Absent: copies of a row, or 0.
         max_graphs: Most graphs held; the least used go.
         device: Absent: the model's, or that of the tensors.
@@ -480,8 +480,8 @@ def graphed_generate(
         tokens = lm.generate(prompt, max_new_tokens=100)
 
     Tokens run by one graph for each number of rows, and prompts by one for each length that came
-    twice before. Calls without ``past_key_values`` get a static cache of ``max_cache_len`` tokens,
-    one for each of the last 8 numbers of rows.
+    twice before. Calls without ``past_key_values`` get a static cache, one for each of the last 8
+    numbers of rows.
 
     Args:
         max_cache_len: In tokens, at least 1.

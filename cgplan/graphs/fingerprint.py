@@ -100,7 +100,7 @@ class Traits(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """One place in the model, such as ``model.layers[0].weight``, and its value.
+    """A place in the model, such as ``model.layers[0].weight``.
 
     Attributes:
         home: The id of its holder, and the path's last step.
@@ -482,7 +482,6 @@ class Fingerprint:
         return not self.changes(ignore)
 
     def container_ids(self) -> set[int]:
-        """Of lists, dicts and objects with attributes."""
         found = set[int]()
         for held in self.contents.values():
             found.add(id(held.value))

@@ -119,7 +119,6 @@ class GraphPool:
 
     @property
     def nbytes(self) -> int:
-        """Reserved bytes."""
         return self.backend.pool_bytes(self.handle)
 
 

@@ -252,7 +252,6 @@ class WrittenStorages:
                 self._unowned[address] = _Unowned(reference, copy, version_of(tensor))
 
     def _room(self) -> int:
-        """Bytes left for copies on the device."""
         left = self._limit - self.copied["device"]
         for address, known in list(self._unowned.items()):
             if known.reference.expired():
@@ -354,7 +353,6 @@ class WrittenStorages:
 
 
 def by_address(state: Fingerprint) -> dict[int, tuple[str, torch.Tensor]]:
-    """Path and tensor of each storage."""
     found = dict[int, tuple[str, torch.Tensor]]()
     for place in state.of_tensors:
         with suppress(RuntimeError, NotImplementedError):

@@ -38,7 +38,7 @@ def bench(
     """Measure the sizes of ``config.report``, or all captured ones, on example batches.
 
     Batches are uniform decode where the size allows that, else mixed; both where their graphs
-    differ. They take turns, so that other work on the machine meets no size alone.
+    differ. They take turns, so that no size alone meets other work on the machine.
 
     Args:
         progress: Called with (done, total, name).

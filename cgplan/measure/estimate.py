@@ -95,8 +95,8 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
 
 
 class AllocationLog(DispatchMode):
-    """Logs a forward's allocations in a graph pool, of eager pieces their results; stands in for a
-    breakable capture.
+    """Logs a forward's allocations in a graph pool, of eager pieces their results, as a breakable
+    capture.
     """
 
     def __init__(
@@ -123,8 +123,6 @@ class AllocationLog(DispatchMode):
         route: SplitRoute,
         inputs: dict[str, Any],
     ) -> None:
-        """Log a forward's graphs."""
-
         def in_wrapper(
             wrapper: CUDAGraphWrapper,
             *args: Any,

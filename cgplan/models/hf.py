@@ -107,7 +107,7 @@ class RowDecoder(nn.Module):
         self._cache_argument = cache_argument(model) or CACHE_ARGUMENTS[-1]
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        """One decode step; returns logits [num_tokens, vocab_size] in the model's dtype.
+        """Returns logits [num_tokens, vocab_size] in the model's dtype.
 
         Args:
             input_ids: [num_tokens] int64, of rows 0, 1, ...
@@ -167,7 +167,6 @@ def find_config(name: str) -> str:
 
 
 def read_config(config: Mapping[str, Any] | None, config_file: str | None) -> Any:
-    """The config of transformers. Raises ModelError."""
     if (config is None) == (config_file is None):
         raise ModelError(
             "the transformers target needs either `config` or `config_file`",

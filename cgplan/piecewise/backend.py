@@ -20,7 +20,6 @@ class PiecewiseBackend:
 
     Attributes:
         traces: They live as long as graphs, which read their constants.
-        compiled: Segments that inductor compiled, by structure.
         capture: The next forward enters it.
         codes: Equal for traces that differ in guards alone.
         missed: The last guard that did not hold.

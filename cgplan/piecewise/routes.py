@@ -63,7 +63,6 @@ class SplitRoute:
         return [entry.graph for entry in self.chain.entries.values()]
 
     def describe(self) -> SplitRecord | None:
-        """None where nothing is split."""
         if self.name == "full":
             return None
         seen = self.operators or {}

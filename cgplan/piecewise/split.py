@@ -49,7 +49,6 @@ class Piece:
     """One part of a split forward.
 
     Attributes:
-        name: Of the submodule that holds it.
         eager: Of splitting operators; else it is captured.
         title: Its first splitting operator.
     """

@@ -1,8 +1,8 @@
 """Plans as options of vLLM, SGLang and TensorRT-LLM; vLLM's options as a configuration.
 
-Names and rules are of ``VERSIONS``: vLLM's config/compilation.py, config/vllm.py,
-engine/arg_utils.py; SGLang's srt/arg_groups/fields, srt/model_executor/runner; TensorRT-LLM's LLM
-API reference, _torch/pyexecutor.
+Names and rules of ``VERSIONS``: vLLM's config/compilation.py, config/vllm.py, engine/arg_utils.py;
+SGLang's srt/arg_groups/fields, srt/model_executor/runner; TensorRT-LLM's LLM API reference,
+_torch/pyexecutor.
 """
 
 from __future__ import annotations
@@ -357,8 +357,7 @@ def read_sglang(text: str) -> Parallelism:
 
 
 def emit(plan: Plan, engine: Engine, parallelism: Parallelism = ALONE) -> Emission:
-    """A plan as an engine reads it: options of vLLM, quoted for a shell, or of SGLang, or YAML for
-    TensorRT-LLM; ``parallelism`` is SGLang's.
+    """Options of vLLM, quoted for a shell, or of SGLang, or YAML for TensorRT-LLM.
 
     Engines have one list of sizes for a kind of batch, vLLM one for all. If the plan's lanes
     differ, their union is emitted, with a note.

@@ -1,7 +1,7 @@
 """vLLM's own log: the cost of its graphs, and the times of its steps.
 
-Lines of ``VERSIONS["vLLM"]``: v1/worker/gpu_model_runner.py and v1/worker/gpu/model_runner.py
-(captures and their profile), v1/worker/gpu_worker.py (memory), v1/metrics/loggers.py (iterations).
+Lines of ``VERSIONS["vLLM"]``: v1/worker/gpu_model_runner.py, v1/worker/gpu/model_runner.py
+(captures), v1/worker/gpu_worker.py (memory), v1/metrics/loggers.py (iterations).
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ class StartLog:
 
 
 def logged_steps(text: str) -> Iterator[tuple[CUDAGraphMode, int, float, bool]]:
-    """(runtime mode, tokens that ran, microseconds, whether it prefills) of each step of vLLM's
+    """(runtime mode, tokens that ran, microseconds, whether it prefills) by
     ``--enable-logging-iteration-details``.
 
     The mode and the sizes of the start before a step tell its graph. Steps before the first start,

@@ -73,8 +73,7 @@ def static_bytes(
     num_tokens: int,
     sizes: tuple[int, ...] = (),
 ) -> int:
-    """Bytes of the static buffers of all inputs and metadata; exact, as
-    ``buffers.static.StaticBuffers`` allocates them.
+    """Exact, as ``buffers.static.StaticBuffers`` allocates them.
 
     ``num_tokens`` is the largest capture size with ``sizes`` in the dimensions after the first.
     """
@@ -95,8 +94,8 @@ def representative_keys(
     """Keys whose costs tell those of the others, in capture order.
 
     Of each mode, without and with LoRA adapters: the largest size, the largest in which every token
-    can be a request, because costs bend there, and the smallest. Kernels for a single row differ
-    from others, so it is above 1 if possible.
+    can be a request, because costs bend there, and the smallest, above 1 if possible: kernels for a
+    single row differ.
     """
     lanes: dict[tuple[CUDAGraphMode, bool], dict[int, Key]] = {}
     # of the LoRA cases, the one for the most stays
@@ -150,7 +149,7 @@ def interpolate(
     points: Sequence[tuple[int, float]],
     at: int,
 ) -> float:
-    """On the line through neighbours of ascending (tokens, value), also beyond the ends."""
+    """Linear between neighbours of ascending (tokens, value), also beyond the ends."""
     if len(points) == 1:
         return points[0][1]
     place = bisect_left(points, at, key=itemgetter(0))
@@ -162,7 +161,7 @@ def interpolate(
 
 @dataclass(frozen=True)
 class MeasuredKey:
-    """The cost of a captured key; with `dims`, ``num_tokens`` are elements of its box."""
+    """With `dims`, ``num_tokens`` are elements of its box."""
 
     mode: CUDAGraphMode
     num_active_loras: int
@@ -176,7 +175,7 @@ class MeasuredKey:
 
 
 class GraphCosts:
-    """Costs of keys that share one pool: those of real captures, interpolated between their sizes.
+    """Costs of keys that share one pool, interpolated between real captures.
 
     Graphs that were not captured are priced as others; the notes say so.
 
@@ -233,7 +232,7 @@ class GraphCosts:
         config: Config,
         notes: Iterable[str] = (),
     ) -> GraphCosts:
-        """Costs from a CaptureReport, driver memory by nodes. Raises ReportError without keys."""
+        """Driver memory by nodes. Raises ReportError without keys."""
         records = tuple(report.records)
         if not records:
             raise ReportError(
@@ -425,7 +424,6 @@ class GraphCosts:
         return max(round(found), 0)
 
     def seconds(self, key: Key) -> float:
-        """Warm-ups and capture of one key."""
         return self._of(key, "seconds")
 
     def _of(

@@ -70,7 +70,7 @@ def estimated_costs(
     config: Config,
     note: str = "",
 ) -> GraphCosts:
-    """Costs without a GPU: pool bytes from recorded allocations, the rest from one H200."""
+    """Pool bytes from recorded allocations, the rest from one H200."""
     asked = config.compilation.cudagraph_num_of_warmups
     warmups = 0 if asked == "auto" else asked  # of most keys
     seconds = CAPTURE_SECONDS + warmups * WARMUP_SECONDS

@@ -73,7 +73,7 @@ class CudaGraphManager:
     Args:
         model: On the device already. The caller owns it.
         backend: Absent: the pool's, or that of ``config.device``.
-        pool: Absent: as ``compilation.pool`` says.
+        pool: Absent: by ``compilation.pool``.
 
     Raises:
         ConfigError: ``cudagraph_mode`` is AUTO, which ``choose_mode`` decides.

@@ -23,8 +23,8 @@ _UNREAD = object()
 class StagedBuffers(Mapping[str, Tensor]):
     """The runner's static rows of one batch, by name.
 
-    Inside the block, which can be entered again, the caller writes the tensors in place. Leaving it
-    runs the batch, and raises as a call; then ``output`` is there.
+    Inside the block, which can be entered again, the caller writes in place. Leaving it runs the
+    batch, and raises as a call; then ``output`` is there.
 
     Raises:
         InputError: a tensor is put in instead of written in place, or its name is not declared.

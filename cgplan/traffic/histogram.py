@@ -55,7 +55,7 @@ class Service(Record):
         tpot_us: Between two tokens of a request, its mean; None: no request has two.
         tokens_per_s: Generated tokens, from the first arrival to the last token.
         preempted: Requests that began again, as the KV cache had no room for them.
-        unmeasured: Share of the steps that are larger than those whose times were measured.
+        unmeasured: Share of the steps that are larger than measured ones.
     """
 
     step_us: Percentiles

@@ -78,7 +78,6 @@ class Form(Generic[R]):
 
     @property
     def described(self) -> str:
-        """Its columns in words."""
         text = f"{self.name} has {', '.join(self.required)}"
         optional = [column for column in self.columns if column not in self.required]
         if optional:

@@ -129,21 +129,21 @@ def simulate(
     bounds: SchedulerBounds,
     step_time: StepTime,
 ) -> Traffic:
-    """Traffic of a server with these requests and bounds: how many steps of each shape it runs.
+    """How many steps of each shape a server with these requests and bounds runs.
 
     The scheduler is that of vLLM's V1 engine in its default settings. Running requests come first,
     in order of admission: each decoding one gets ``query_len`` tokens; a prefill under way gets the
     rest of its prompt, or what fits. Then waiting requests are admitted, first come first served,
-    while tokens are left and fewer than ``max_num_seqs`` run. With ``max_loras``, a request whose
-    adapter is one too many lets later ones pass. A step is uniform if all its requests decode.
+    while tokens are left and fewer than ``max_num_seqs`` run; one whose adapter is one too many
+    lets later ones pass. A step is uniform if all its requests decode.
 
-    With ``mixes`` False it is SGLang's (0.5.23, srt/managers/scheduler.py, without
-    --enable-mixed-chunk and --prefill-decode-interval): a step prefills while there are prompts to
-    prefill, at most ``max_num_batched_tokens``. Else it decodes all running requests.
+    Without ``mixes`` it is SGLang's (0.5.23, srt/managers/scheduler.py, without
+    --enable-mixed-chunk and --prefill-decode-interval): while there are prompts, a step prefills at
+    most ``max_num_batched_tokens``; else it decodes all running requests.
 
     With ``kv_tokens`` a request is admitted while its prompt, and one step more of all that decode,
-    fit into the KV cache. Where the next decode step does not fit, the request that was admitted
-    last is preempted: it waits again, in front, and all its tokens are its prompt.
+    fit into the KV cache. If the next decode step does not fit, the request admitted last is
+    preempted: it waits again, in front, and all its tokens are its prompt.
 
     Assumptions: one engine, nothing cancelled; steps follow each other at once; speculation
     advances each request evenly, by ``accepted_tokens`` a step.
@@ -220,11 +220,11 @@ def simulate(
 
 
 class _Rank:
-    """The scheduler of one rank. Its running requests are, in order of admission, those that
-    decode, then at most one whose prefill is under way and took all tokens that were left.
+    """The scheduler of one rank. In order of admission it runs those that decode, then at most one
+    whose prefill is under way and took all tokens left.
 
     Where decoding requests alone want more tokens than a step has, the first ``places`` of them are
-    served and the others stand by; each one that is done lets the next one in.
+    served; each one that is done lets the next one in.
     """
 
     def __init__(

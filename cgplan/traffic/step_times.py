@@ -404,8 +404,8 @@ class StepTimes(Record):
 
     Times are linear between points. Beyond the last point of a mode they have its last slope, and
     eager and PIECEWISE steps take at least as long as a FULL graph, if that was measured there or
-    is not above that point. A graph saves less there by what eager steps grow. A FULL graph saves
-    no more over a PIECEWISE one.
+    is no higher. A graph saves less there by what eager steps grow. A FULL graph saves no more over
+    a PIECEWISE one.
 
     A LoRA case takes the time of the next larger case that was measured, else of the largest, else
     ``1 + lora_overhead`` times that without adapters. PIECEWISE below its first point, or without
