@@ -54,7 +54,7 @@ def _shown(name: str, line: int) -> str:
 
 
 def blamed_line(raised: TracebackType | None = None) -> str:
-    """The innermost of ``users_lines`` of the frames that run now, or raised."""
+    """Of the frames that run now, or raised."""
     frames = traceback.walk_stack(sys._getframe(1))
     if raised is not None:
         frames = reversed(list(traceback.walk_tb(raised)))

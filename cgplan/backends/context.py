@@ -244,7 +244,6 @@ class AmbientState(NamedTuple):
             torch.set_default_dtype(before.dtype)
 
     def refuse_other_autocast(self, device: str, done: str = "captured") -> None:
-        """Raises CaptureError."""
         now = AmbientState.now(device)
         if now.autocast != self.autocast:
             raise CaptureError(

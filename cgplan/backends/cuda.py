@@ -62,8 +62,8 @@ from cgplan.errors import BackendError, CaptureError, CaptureMemoryError, first_
 
 @dataclass(eq=False)
 class CudaPool:
-    """torch refuses captures into a pool without graphs or with a failed capture: the next one gets
-    a new handle.
+    """After its last graph, or a failed capture, torch refuses the pool: the next capture gets a
+    new handle.
 
     Attributes:
         ranges: Its addresses when ``listed`` was (handles, bytes ever reserved).

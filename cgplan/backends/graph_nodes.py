@@ -34,7 +34,7 @@ class GraphNodes:
     Attributes:
         names: Kernel, ``memcpy``, ``memset``, another kind; on the tape the operator.
         opaque: Nodes that work on memory and cannot be read.
-        words: uint64, which may be addresses.
+        words: uint64, perhaps addresses.
         nodes: int64, the node of each word.
         certain: bool, whether the node surely uses the word.
     """
@@ -73,8 +73,6 @@ class Launch(NamedTuple):
 
 
 class OperatorLog(OperatorMode):
-    """``open_launches``: of the graph that is captured."""
-
     def __init__(
         self,
         open_launches: Callable[[], list[Launch] | None],

@@ -57,7 +57,7 @@ _TO_HOST = " from the device to the host"
 
 @dataclass(slots=True)
 class Refusals:
-    """Operators that needed the host in one recording or look.
+    """Operators that needed the host.
 
     Attributes:
         first: On a GPU the capture is invalid even if the forward caught it.

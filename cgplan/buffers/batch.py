@@ -22,7 +22,7 @@ def is_dense(value: Tensor) -> bool:
 
 
 def alike_to(values: Sequence[Tensor]) -> Callable[..., bool]:
-    """Whether tensors, none of them nested, equal these in all but numbers and addresses."""
+    """Whether tensors equal these in all but numbers and addresses; nested ones never do."""
     if not all(map(is_dense, values)):
         return never
     return TensorGuards(*values, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
@@ -61,7 +61,7 @@ class BatchReader:
         return tuple(self._specs)
 
     def read(self, given: Mapping[str, Tensor]) -> Batch:
-        """Raises InputError for a wrong name, dtype, device, shape or row count."""
+        """Raises InputError for a tensor that is not as declared."""
         if not isinstance(given, Mapping):
             raise InputError(
                 f"the inputs are of type {type(given).__name__}",

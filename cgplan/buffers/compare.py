@@ -46,8 +46,8 @@ class Difference:
 
 
 def deviation(found: Any, wanted: Any) -> float | None:
-    """Largest absolute difference of two pytrees of tensors; NaN equals NaN. Infinity where only
-    one side has a NaN or an infinity, None without a tensor or where something else differs.
+    """Largest absolute difference of two pytrees; NaN equals NaN. Infinity where only one side has
+    a NaN or an infinity, None without a tensor or where something else differs.
     """
     largest = None
     for difference in differences(found, wanted):

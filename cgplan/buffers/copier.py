@@ -66,7 +66,7 @@ class BatchCopy:
         stream: int,
         is_alike: bool = False,  # noqa: ARG002
     ) -> None:
-        """Copy and pad. Raises InputError for tensors that may not be copied."""
+        """Raises InputError for tensors that may not be copied."""
         if not self._views:
             self._views = list(map(StaticBuffer.view, self._buffers, self._rows))
         # _foreach_copy_ is one launch only for one dtype and device

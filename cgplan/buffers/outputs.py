@@ -161,7 +161,6 @@ def _cloned_by_one_launch(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def hides_tensors(leaf: Any) -> bool:
-    """Whether a leaf for pytree holds tensors."""
     if isinstance(leaf, Tensor):
         return False
     held: Iterable[Any]

@@ -289,7 +289,7 @@ class StaticBoxes(dict[tuple[int, ...], StaticBuffers]):
 def example_batch(
     specs: Mapping[str, Input], num_tokens: int, num_reqs: int, device: torch.device, seed: int = 0
 ) -> dict[str, Tensor]:
-    """On the device, by the `example` keys. Equal seeds give equal batches."""
+    """By the `example` keys; equal seeds give equal batches."""
     generator = torch.Generator(device).manual_seed(seed)
     return {
         name: _example(spec, num_tokens, num_reqs, generator).to(torch_dtype(spec))

@@ -96,7 +96,7 @@ class Stale(NamedTuple):
 
 
 class Stretches(Generic[T]):
-    """Memory with values: the innermost one around an address counts; of equal ones the first."""
+    """Memory with values; the innermost one around an address counts, of equal ones the first."""
 
     def __init__(self, rows: Iterable[tuple[int, int, T]]) -> None:
         first = dict[tuple[int, int], T]()

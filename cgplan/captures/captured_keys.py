@@ -317,7 +317,6 @@ class CapturedKeys:
     # --- the report -------------------------------------------------------------------------------
 
     def _note_workspace(self) -> None:
-        """Once, after the first captures."""
         if self._workspace_bytes is not None:
             return
         self.graphs.backend.release_cached()

@@ -269,7 +269,7 @@ class Capturer:
         smallest = key
         for other in graphs.plan.keys:
             if Lane.of(*other) == lane:
-                smallest = other  # the last
+                smallest = other
         if smallest == key or self._warm_ups_of(rehearsal, smallest):
             return
         held = graphs.backend.memory().held

@@ -60,11 +60,7 @@ def explain_failure(
     host_sync: CaptureError | None = None,
     all_freed: bool = True,
 ) -> CgplanError:
-    """The typed error for a failed warm-up or capture.
-
-    Args:
-        all_freed: The session gives up what it captured before.
-    """
+    """``all_freed``: the session gives up what it captured before."""
     where = blamed_line(error.__traceback__)
     text = first_line(error)
     if isinstance(error, torch.OutOfMemoryError) or is_out_of_memory(error):

@@ -170,9 +170,7 @@ class ModelGraphs:
     # --- buffers ----------------------------------------------------------------------------------
 
     def allocate_buffers(self, keys: Sequence[Key]) -> None:
-        """Captures on demand make buffers as needed. Raises CaptureMemoryError and
-        BackendError.
-        """
+        """Captures on demand make them as needed. Raises CaptureMemoryError and BackendError."""
         config = self.config
         most = widest(keys)
         self.most_tokens = max(most.values(), default=0)
@@ -271,7 +269,7 @@ class ModelGraphs:
         descriptor: BatchDescriptor,
         values: Iterable[Tensor],
     ) -> Any:
-        """``values``: in the order of their declaration, on the device or on the host."""
+        """``values``: as declared, on the device or on the host."""
         named = {}
         for name, value in zip(self.config.tensors, values, strict=True):
             named[name] = value.to(self.backend.device)
@@ -494,7 +492,7 @@ class ModelGraphs:
                     yield (wrapper.runtime_mode, entry.descriptor), entry
 
     def evict(self, keys: Collection[Key]) -> None:
-        """Free these graphs; where somebody holds an output, a later call does."""
+        """Where somebody holds an output, a later call frees the graph."""
         self.backend.synchronize()
         self.scope.entries = []
         for wrapper in self.scope.wrappers:

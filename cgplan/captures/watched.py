@@ -214,7 +214,7 @@ class GraphWatch:
         self.close()
 
     def close(self) -> None:
-        """Watch no further captures. Graphs of before can be checked until they are reset."""
+        """Watch no further captures. Earlier graphs can be checked until they are reset."""
         _open.discard(self)
         self._closing.close()
 

@@ -27,9 +27,9 @@ _REMEDY = (
 
 class Priced(NamedTuple):
     costs: GraphCosts | None
-    machine: Machine | None = None  # of the measurement, with a GPU
+    machine: Machine | None = None
     failed: Mapping[Key, str] = MappingProxyType({})  # keys of the report without a graph, and why
-    kv_token_bytes: int = 0  # if known
+    kv_token_bytes: int = 0
 
     def plan_of(self, plan: Plan) -> Plan:
         predicted = None if self.costs is None else self.costs.of(plan.keys)

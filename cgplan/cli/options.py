@@ -117,7 +117,7 @@ def numbers(text: str) -> tuple[float, ...]:
 
 
 def whole(text: str, least: int = 0) -> int:
-    """With thousands as Python or vLLM's log writes them."""
+    """Also with thousands as Python or vLLM's log writes them."""
     thousands = re.fullmatch(r"(\d+)k", text.lower())
     try:
         found = int(re.sub(r"(?<=\d),(?=\d{3}\b)", "", text))
@@ -292,7 +292,6 @@ class DoctorRequest(Saved, Given):
     trace: Path | None = None
 
     def prepare(self) -> Prepared:
-        """Read the files, and refuse what can be refused before torch is loaded."""
         if self.force and not self.plan:
             raise BadParameter("--force is about a saved plan: give --plan FILE with it")
         from cgplan.config import read_config

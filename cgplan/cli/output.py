@@ -95,7 +95,7 @@ def check_outputs(
 
 
 def save(path: Path, content: str | bytes) -> None:
-    """Write a file whole or not at all. Raises OutputPathError."""
+    """The whole file or nothing. Raises OutputPathError."""
     data = content.encode() if isinstance(content, str) else content
     with writing(path):
         if path.exists() and not path.is_file():  # a pipe or device

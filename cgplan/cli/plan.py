@@ -65,10 +65,7 @@ if TYPE_CHECKING:
 def run_plan(
     request: PlanRequest, settings: Sequence[str | Override], loads: Loads, vllm: VllmConfig | None
 ) -> None:
-    """Make a plan of the request, or of vLLM's configuration, and show it.
-
-    Raises RegretError where no plan holds the SLO.
-    """
+    """Raises RegretError where no plan holds the SLO."""
     parallelism = ALONE if request.sglang is None else read_sglang(request.sglang)
     engine = request.engine
     path = request.path if vllm is None else None
@@ -140,9 +137,7 @@ def run_check(
     max_regret: float | None,
     shown: Shown,
 ) -> None:
-    """Show a plan on other traffic. Raises RegretError where it misses its SLO, or beyond
-    ``max_regret``.
-    """
+    """Raises RegretError where the plan misses its SLO, or beyond ``max_regret``."""
     plan = load_plan(path)
     if plan.config.get("dims"):
         raise PlanError(

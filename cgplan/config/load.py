@@ -78,8 +78,6 @@ class Override(NamedTuple):
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """A Config, and where each of its values came from."""
-
     config: Config
     # dotted path of each given value -> ``line 12``, ``--set`` or another option
     origins: Mapping[str, str]
@@ -138,9 +136,7 @@ def loaded_config(
     places: Places,
     base_dir: Path = Path(),
 ) -> LoadedConfig:
-    """A document's configuration; overrides change ``data``. Raises ConfigError, which names
-    ``source``.
-    """
+    """Overrides change ``data``. Raises ConfigError, which names ``source``."""
     found = dict(places)
     for given in overrides:
         override = Override(given) if isinstance(given, str) else given
@@ -226,7 +222,7 @@ def read_yaml(
     option: str,
     remedy: str,
 ) -> Any:
-    """The value of an option. Raises ConfigError, which begins with ``option``."""
+    """Raises ConfigError, which begins with ``option``."""
     try:
         return yaml.load(text, Loader=_Loader)
     except Exception as error:

@@ -160,7 +160,6 @@ class GraphBufferRegistry:
         addresses: list[int],
         opened: dict[tuple[int, object], _Mapped],
     ) -> list[list[int]]:
-        """Each rank's addresses, as this rank sees them."""
         memories = list[ExportedMemory]()
         with self._ranks.step(f"exporting the {name}"):
             memories += [self._transport.export(address) for address in addresses]

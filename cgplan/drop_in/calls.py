@@ -229,7 +229,7 @@ class Calls:
             return self._run_model(reason, args, kwargs)
         if self.pool is None:
             self._take_device(tensors)
-            return self.run(args, kwargs)  # once, for autocast of this device
+            return self.run(args, kwargs)
         learner = self.learner
         if not learner.holds():
             learner.free_if_changed()
@@ -439,7 +439,7 @@ class Calls:
         sizes: Sizes,
         tensors: Sequence[Tensor],
     ) -> CgplanError | None:
-        """Capture the graph of a batch, where it may and there is room; why that failed."""
+        """Why that failed, if it did."""
         self.learner.watch_model()
         # they may lie in static buffers, which are filled
         kind.batch = kind.inputs([tensor.clone() for tensor in tensors])

@@ -473,8 +473,7 @@ def graphed_generate(
     max_cache_len: int | None = None,
     **options: Any,
 ) -> Graphed:
-    """Lets ``model.generate`` of transformers run by graphs; returns the graphed forward, whose
-    ``generate`` is the same.
+    """Lets ``model.generate`` of transformers run by graphs; returns the graphed forward.
 
         cgplan.graphed_generate(lm, max_cache_len=1024)
         tokens = lm.generate(prompt, max_new_tokens=100)

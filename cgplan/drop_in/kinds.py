@@ -401,7 +401,7 @@ class Kind:
 
 @dataclass
 class Family:
-    """Kinds of calls that differ in constants and objects alone.
+    """Kinds that differ in constants and objects alone.
 
     Attributes:
         values: Of each constant, by path.

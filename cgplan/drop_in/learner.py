@@ -46,7 +46,7 @@ class Learner(Inference):
 
     def __post_init__(self) -> None:
         self.backend: GraphBackend
-        self.changed = Counter[str]()  # by path
+        self.changed = Counter[str]()
         self._begin()
 
     def _begin(self) -> None:
@@ -79,7 +79,7 @@ class Learner(Inference):
             detector.suspect()
 
     def free_if_changed(self) -> bool:
-        """Free the graphs of a model that has changed; True also before it is watched."""
+        """True also for a model that is not watched yet."""
         if self.detector is None:
             return True
         changes = list(self.detector.changes(self.settings.ignore).values())

@@ -37,8 +37,8 @@ def as_called(
     call: Mapping[str, Any],
     kwargs: Mapping[str, Any] = MappingProxyType({}),
 ) -> nn.Module:
-    """A model that takes tensors by name, in files of ``save_config``. ``call``: constants, lists,
-    mappings, `{$tuple: [...]}`, and `$name` for a tensor.
+    """The model with tensors by name. ``call``: constants, lists, mappings, `{$tuple: [...]}`, and
+    `$name` for a tensor.
     """
     model = load_model(target, kwargs, device=torch.get_default_device())
     marks = dict[str, Tensor]()

@@ -60,7 +60,7 @@ _STATIC = "_dynamo_static_input_type"  # set by mark_static_address
 
 @dataclass(frozen=True)
 class BenchBatch:
-    """A batch of ``size`` unpadded tokens on the device, and the options of the runner's call."""
+    """``size`` unpadded tokens on the device, and the options of the runner's call."""
 
     size: int
     inputs: Tensors
@@ -101,7 +101,7 @@ class BenchBatch:
 
 
 class Baseline:
-    """A way to run the model: ``first`` in seconds, ``times`` (device, latency, host) in us."""
+    """``first`` in seconds, ``times`` (device, latency, host) in us."""
 
     def __init__(self, name: str) -> None:
         self.record = BaselineTiming(name=name)

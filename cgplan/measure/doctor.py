@@ -19,7 +19,7 @@ from cgplan.runner.runner import GraphRunner
 
 
 def check_up(runner: GraphRunner) -> DoctorReport:
-    """How much of a step is inside graphs, for a few keys on padding; medians in microseconds."""
+    """For a few keys on padding; medians in microseconds."""
     graphs = runner.graphs
     rows = list[CoverageRecord]()
     outside = Counter[str]()
@@ -65,9 +65,8 @@ def describe_split(
     config: Config,
     backend: GraphBackend,
 ) -> SplitRecord | None:
-    """The split that a session would report; None without PIECEWISE keys. For a split by operators,
-    the model runs once on padding and is put back, except for a KV cache that padding writes.
-    Raises as choose_route, and ModelError.
+    """None without PIECEWISE keys. For a split by operators, the model runs once on padding and is
+    put back, except for a KV cache that padding writes. Raises as choose_route, and ModelError.
     """
     plan = build_plan(config)
     piecewise = [key for key in plan.keys if key[0] is CUDAGraphMode.PIECEWISE]

@@ -155,7 +155,7 @@ class RowDecoder(nn.Module):
 
 
 def find_config(name: str) -> str:
-    """Path of a config.json, in a folder or Hugging Face's cache. Raises ModelError."""
+    """In a folder or Hugging Face's cache. Raises ModelError."""
     with suppress(OSError):
         found = cached_file(name, "config.json", local_files_only=True)
         if found:

@@ -29,7 +29,6 @@ CACHE_ARGUMENTS = ("cache", "past_key_values")
 
 
 def cache_argument(model: object) -> str | None:
-    """The name by which a model of transformers takes its cache."""
     forward = getattr(type(model), "forward", None)
     if not callable(forward):
         return None
@@ -128,7 +127,7 @@ def call_target(
 
 
 def forward_signature(model: Callable[..., Any]) -> list[ForwardArgument]:
-    """Arguments of the forward, without ``*args`` and ``**kwargs``."""
+    """Without ``*args`` and ``**kwargs``."""
     function = model.forward if isinstance(model, nn.Module) else model
     found = []
     for name, given in inspect.signature(function).parameters.items():
@@ -148,7 +147,7 @@ def forward_signature(model: Callable[..., Any]) -> list[ForwardArgument]:
 
 
 def find_file(name: str, base_dir: Path | None) -> Path:
-    """Absolute path of a file in ``base_dir`` or the current folder. Raises ModelError."""
+    """An absolute path, in ``base_dir`` or the current folder. Raises ModelError."""
     folders = (base_dir or Path.cwd(), Path.cwd())
     files = dict.fromkeys(folder / Path(name).expanduser() for folder in folders)
     for file in files:
@@ -162,7 +161,7 @@ def find_file(name: str, base_dir: Path | None) -> Path:
 
 
 def parse_dtype(name: object) -> torch.dtype:
-    """Floating-point dtype by name, such as bfloat16. Raises ModelError."""
+    """A floating-point one, such as bfloat16. Raises ModelError."""
     dtype = getattr(torch, str(name).removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ModelError(f"unknown dtype {name!r}", remedy="Choose float32, bfloat16 or float16.")

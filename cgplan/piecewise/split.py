@@ -145,7 +145,7 @@ def refuse_missing_ops(wanted: Iterable[str], occurring: Collection[str]) -> Non
 
 
 def refuse_unknown_ops(splitting_ops: Sequence[str] | None) -> None:
-    """Raise ConfigError for unknown names. PyTorch's functions count: traces hold ``F.softsign`` as
+    """Raises ConfigError. PyTorch's functions count: traces hold ``F.softsign`` as
     ``aten::softsign``.
     """
     for wanted in splitting_ops or ():

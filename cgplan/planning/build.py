@@ -195,7 +195,7 @@ def ladder_sizes(
     largest: int = LARGEST_DEFAULT_SIZE,
     every: int = 0,
 ) -> CaptureSizes:
-    """Sizes of a ladder, at most ``largest`` if no maximum is given, with each up to ``every``."""
+    """At most ``largest`` if no maximum is given, with each size up to ``every``."""
     q = config.query_len
     seqs = config.scheduler.max_num_seqs
     tokens = config.scheduler.max_num_batched_tokens
@@ -217,7 +217,7 @@ def ladder_sizes(
 
 
 def lora_cases(config: Config) -> Sizes:
-    """Numbers of active adapters to capture for; max_loras + 1 stands for any number."""
+    """max_loras + 1 stands for any number."""
     if config.lora is None:
         return (0,)
     most = config.lora.max_loras

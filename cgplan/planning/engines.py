@@ -319,7 +319,7 @@ _DECIDED = (
 
 
 def read_sglang(text: str) -> Parallelism:
-    """Of SGLang's options, as on its command line. Raises ConfigError for a wrong value."""
+    """From SGLang's command line. Raises ConfigError for a wrong value."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for names in (
         "--tp-size --tensor-parallel-size --tp",

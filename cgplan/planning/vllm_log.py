@@ -133,7 +133,7 @@ class StartLog:
         )
 
     def doubts(self) -> Iterator[str]:
-        """Sentences on why its figures may not be those of vLLM's present graphs."""
+        """Why its figures may not be those of vLLM's present graphs."""
         nearest = VERSIONS["vLLM"]
         if self.version and self.version.split(".")[:2] != nearest.split(".")[:2]:
             yield (
@@ -209,7 +209,7 @@ class StartLog:
         utilization: float | None,
         gpu_gib: float | None,
     ) -> Iterator[str]:
-        """What graphs of the plan leave to the KV cache. Raises BudgetError for nothing."""
+        """Raises BudgetError if nothing is left."""
         if not self.advice:
             return
         _, total, share, fits, *_ = self.advice

@@ -49,7 +49,7 @@ def unit_of(pools: Iterable[int]) -> int:
 
 
 class CachingPool:
-    """A private pool of ``reserved`` bytes, which keeps its segments."""
+    """A private pool, which keeps its ``reserved`` bytes."""
 
     def __init__(self) -> None:
         self.reserved = 0

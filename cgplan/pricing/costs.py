@@ -31,7 +31,7 @@ def stand_in_notes(
     config: Config,
     priced: Iterable[tuple[CUDAGraphMode, bool]],
 ) -> Iterator[str]:
-    """Notes on graphs of the configuration whose (mode, has_lora) is not ``priced``."""
+    """On graphs of the configuration whose (mode, has_lora) is not ``priced``."""
     known = set(priced)
     if not known:
         return
@@ -359,7 +359,7 @@ class GraphCosts:
         return costs
 
     def of(self, keys: Sequence[Key]) -> Predicted:
-        """Cost of capturing these keys, in this order, into one pool."""
+        """The cost of capturing these keys, in this order, into one pool."""
         held = 0
         costs: list[KeyCost] = []
         extrapolated = False

@@ -50,7 +50,7 @@ def render_text(
     report: Any,
     width: int = TEXT_WIDTH,
 ) -> str:
-    """A record as text of ``width`` columns, without a last newline."""
+    """Without a last newline."""
     return plain_text(render(report), width)
 
 

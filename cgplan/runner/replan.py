@@ -50,7 +50,7 @@ def time_on_padding(
     graphs: ModelGraphs,
     keys: Sequence[Key],
 ) -> dict[Key, Rounds]:
-    """Microseconds of eager steps and of graphs, from an idle device."""
+    """Microseconds from an idle device."""
     found = dict[Key, Rounds]()
     if not keys:
         return found
@@ -73,7 +73,7 @@ def time_on_padding(
 class Replanner:
     def __init__(self, stats: RunnerStats) -> None:
         self._stats = stats
-        self._mark: Mark | None = None  # counts at the last exchange
+        self._mark: Mark | None = None
         self._points: Points = {}
 
     def replan(

@@ -75,7 +75,7 @@ class BatchRouter:
         counts_reqs: bool,
     ) -> Batch:
         """``counts_reqs``: an input counts requests. Raises InputError where tokens do not tell
-        them.
+        their number.
         """
         q = self._plan.query_len
         num_tokens = self.check_size(num_tokens)

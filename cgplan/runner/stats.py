@@ -116,7 +116,7 @@ class RunnerStats:
 
     @property
     def counts(self) -> list[BatchCount]:
-        """All batches of calls; any thread may ask."""
+        """Any thread may ask."""
         known = list(self._counts.values())  # copied at once
         return [count for count in known if count.calls]
 

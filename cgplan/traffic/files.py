@@ -69,7 +69,7 @@ _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
 def _microseconds(value: object) -> float:
-    """Of a timestamp: a date and time, UTC unless it says otherwise, or seconds."""
+    """Of a date and time, UTC unless it says otherwise, or of seconds."""
     text = str(value)
     if ":" not in text:
         with suppress(ValueError):
@@ -678,7 +678,7 @@ def _conversations(
     plan: Plan,
     request_rate: float | None,
 ) -> RequestTrace:
-    """The first two messages of each conversation, as in vLLM's and SGLang's benchmarks."""
+    """Their first two messages, as in vLLM's and SGLang's benchmarks."""
     if request_rate is None or not 0 < request_rate < math.inf:
         raise TrafficError(
             f"{path}: conversations have no times",

@@ -203,9 +203,7 @@ def sized_rows(
     figure: str,
     kind: Any,
 ) -> Iterator[tuple[tuple[int, ...], Any]]:
-    """Sizes and a figure of each row, from columns ``names`` and ``figure`` (of pydantic's
-    ``kind``).
-    """
+    """From columns ``names`` and ``figure`` (of pydantic's ``kind``)."""
     fields: dict[str, Any] = {figure: kind}
     sizes = {f"size_{index}": (Size, ...) for index in range(len(names))}
     row = create_model(
@@ -234,7 +232,6 @@ def first_line(text: str) -> str:
 
 
 def whole_object(text: str) -> dict[str, Any] | None:
-    """The text as one JSON object, else None."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):

@@ -44,7 +44,7 @@ class Request(NamedTuple):
 
 
 class RequestTrace(NamedTuple):
-    """Requests, their source in words, and notes on requests that were left out."""
+    """Requests, their source in words, and notes on what was left out."""
 
     requests: Sequence[Request]
     source: str = "requests"
@@ -75,7 +75,7 @@ class RequestTrace(NamedTuple):
         return self._replace(requests=by_arrival[:most])
 
     def spread(self, replicas: int) -> RequestTrace:
-        """Requests of one of ``replicas`` servers, 1 or more, behind a round-robin balancer."""
+        """Those of one of ``replicas`` servers behind a round-robin balancer."""
         if replicas == 1:
             return self
         by_arrival = sorted(self.requests, key=ARRIVAL)
@@ -114,7 +114,7 @@ class SchedulerBounds:
 
     @classmethod
     def of(cls, plan: Plan, **others: Any) -> SchedulerBounds:
-        """The bounds of a plan's batches, and ``others``."""
+        """Those of a plan's batches, and ``others``."""
         return cls(
             plan.max_num_seqs,
             plan.max_num_batched_tokens,

@@ -555,7 +555,7 @@ class StepTimes(Record):
 
     @cached_property
     def _known(self) -> dict[tuple[CUDAGraphMode, int], Floats]:
-        """By mode and LoRA case: the times of 0 tokens and more."""
+        """The times of 0 tokens and more."""
         return {}
 
     def _times_of(
