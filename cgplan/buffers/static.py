@@ -52,7 +52,6 @@ class StaticBuffer:
     Attributes:
         tensor: Its address never changes.
         row_dim, rows: The dimension that counts rows, and how.
-        marks: Of all buffers of a model.
         written: The model writes into it: padding lasts for one replay.
         version: torch's count of writes when it was all padding.
     """

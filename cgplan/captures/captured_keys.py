@@ -439,9 +439,8 @@ class BudgetGuard:
     """Says before and after each capture whether the budgets of all ranks allow the key.
 
     Attributes:
-        shared_bytes: Bytes of the pool that others captured before.
+        shared_bytes: Of the pool, before this session.
         spent_seconds: In blocks of ``timed``.
-        stops: Refused keys.
     """
 
     def __init__(

@@ -58,11 +58,9 @@ class ForwardFacts:
     Attributes:
         capture_visible: Modes in which packages see captures.
         aside: Paths that eager pieces change.
-        changes_python: Paths that each run changes.
         overwritten: Ids of storages that each run overwrites unread.
         is_coarse: In half precision or TensorFloat32.
         outside: What graphs read, and others may drop.
-        read_whole: Bytes of storages by id, as in a Footprint.
     """
 
     def __init__(self) -> None:

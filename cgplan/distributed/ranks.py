@@ -254,7 +254,6 @@ def open_ranks(
 
     Args:
         device: ``cuda`` is the GPU of the local rank.
-        place: Absent: from torchrun's environment.
 
     Raises:
         RendezvousError, RankMismatchError, BackendError, ConfigError: as ``meet`` and

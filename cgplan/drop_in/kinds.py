@@ -85,7 +85,6 @@ class Kind:
         grows: Names without a bound: for a larger batch the runner is opened again.
         shapes: Of the outputs, in terms of sizes.
         state, objects: Of the object arguments: a key, and their watch.
-        batch: Of a capture, while it runs.
         written: Ids of the storages that its graphs write.
         stats: Of its runners, one after the other.
         replays: Until the model's last change.

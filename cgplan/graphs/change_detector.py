@@ -351,7 +351,6 @@ class AddressChecks:
 
     Attributes:
         holds: Each call's quick look: if False, ``check`` decides.
-        reads: Their paths.
         is_outdated: Graphs were captured since ``seal``.
     """
 

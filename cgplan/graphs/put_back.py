@@ -67,17 +67,13 @@ class _Bound:
 class PutBack:
     """Undoes what runs on padding change of a model; see Note [What is put back].
 
-    Args:
-        limit: Bytes of copies on the device.
-
     Attributes:
         outcome: Bytes and kind of copy by path; ``new``: made on first use.
         volatile: Paths that runs bind, but on first use.
         last: Changes of Python after the last run.
         held: Tensors of first use that the graph of a key may read, though another key replaces
             them; None: those that first use replaced.
-        keeps_first_use: A graph relies on it.
-        keeps_containers: Likewise.
+        keeps_first_use, keeps_containers: A graph relies on them.
         computed: Storages of inputs' values by id, as looks saw them.
         value_read: Where the host first needed a value of inputs.
     """

@@ -186,7 +186,7 @@ class Found:
 
 @dataclass(slots=True)
 class Layout:
-    """What objects of a class hold.
+    """What objects of one class hold.
 
     Attributes:
         base: The container that the class extends.

@@ -22,7 +22,7 @@ Outcome = Literal["device", "host", "new", "not kept"]
 
 
 class Run(NamedTuple):
-    """Of the forward.
+    """A run of the forward.
 
     Attributes:
         key: An object of its own after a failure.
@@ -187,7 +187,6 @@ class WrittenStorages:
         limit: Bytes of copies on the device.
 
     Attributes:
-        by_address: Those that runs wrote.
         copied: Bytes by kind of copy.
         new: Paths of tensors that the last run wrote, and another one did not.
     """

@@ -43,7 +43,7 @@ def bench(
     Args:
         progress: Called with (done, total, name).
         against: Of BASELINE_NAMES; the runner is captured again.
-        seed: Of the order of turns; absent: drawn.
+        seed: For the order of turns; absent: drawn.
 
     Raises:
         ConfigError: an unknown name in ``against``.

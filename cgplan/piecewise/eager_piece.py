@@ -338,7 +338,7 @@ class PieceMemory(OperatorMode):
     """Refuses what a piece made and did not return. It does not see into compiled code.
 
     Attributes:
-        piece: That runs.
+        piece: The one that runs.
         made: Ids of storages that pieces made.
         side: The line where the segment began to use each side stream.
     """
@@ -417,7 +417,7 @@ class PieceMemory(OperatorMode):
 
 
 class Place(NamedTuple):
-    """Of a result, on each replay.
+    """Where a result lies on each replay.
 
     Attributes:
         slot: Of a fresh tensor; its value until it has a slot.

@@ -79,7 +79,6 @@ class PlanDifference(Record):
 
     Attributes:
         memory: In bytes; ``seconds`` of start-up likewise.
-        expected_us: Microseconds of a step.
         failed: Keys that the new plan leaves out because their capture failed, with errors.
         settings: Of the resolved mode, the configurations, the budgets, the machines, and ``RULES``
             of the evidence.

@@ -133,9 +133,8 @@ class CudagraphDispatcher:
 
         Args:
             num_tokens: Unpadded.
-            uniform_decode: Whether each request has ``plan.query_len``
-                tokens.
-            num_active_loras: Distinct adapters in the batch.
+            uniform_decode: Whether each request has ``plan.query_len`` tokens.
+            num_active_loras: Distinct adapters.
             valid_modes: Those that may be chosen, beside NONE; absent: all.
             invalid_modes: Those that may not.
             sizes: In the other named dimensions, unpadded.

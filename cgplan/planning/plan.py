@@ -255,11 +255,10 @@ class Plan(Record):
         keys: In capture order, see ``capture_order``.
         draft_prefill_keys, draft_decode_keys: What an engine captures besides for a draft model.
         lora_cases: Numbers of active adapters; (0,) without LoRA.
-        query_len: Tokens of each
-            request in a uniform decode batch.
+        query_len: Tokens of each request in a uniform decode batch.
         config: The settings that decide a capture, in JSON; ``config_hash`` is their digest.
         evidence: Why the planner chose these keys; None where a list or ladder did.
-        budget: The limits of the configuration, in JSON.
+        budget: Limits of the configuration, in JSON.
         simulated: The settings of ``SIMULATED`` that are not defaults, in JSON.
         notes, lint: Of a plan that was not made for traffic; other plans have them in the evidence.
             Once it is captured: how its budget differs from the one that bounds the capture.

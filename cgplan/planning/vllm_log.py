@@ -64,7 +64,7 @@ class StartLog:
     Attributes:
         seconds: Of all captures, whole.
         bytes: Device memory that they took, to 0.01 GiB.
-        graphs: (graphs, tokens of the largest) by runtime mode; the second is 0 if it is not known.
+        graphs: (graphs, tokens of the largest) by runtime mode.
         reserved: Bytes that vLLM kept free for the graphs.
         by_mode: Estimated bytes of the first graph and of each other, in logs of level DEBUG.
         advice: The numbers of its line on ``--kv-cache-memory``.

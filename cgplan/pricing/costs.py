@@ -177,7 +177,7 @@ class MeasuredKey:
 class GraphCosts:
     """Costs of keys that share one pool, interpolated between real captures.
 
-    Graphs that were not captured are priced as others; the notes say so.
+    Other graphs are priced as these; the notes say so.
 
     Attributes:
         source, estimated, notes, workspace_bytes: As in ``Predicted``.

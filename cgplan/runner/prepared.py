@@ -40,7 +40,6 @@ class PreparedCall:
 
     Attributes:
         output: Returns the last replay's output, without padding.
-        flags: Arguments beside the tensors.
     """
 
     route: RoutedBatch

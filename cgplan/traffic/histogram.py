@@ -54,7 +54,7 @@ class Service(Record):
         ttft_us: From the arrival of a request to its first token.
         tpot_us: Between two tokens of a request, its mean; None: no request has two.
         tokens_per_s: Generated tokens, from the first arrival to the last token.
-        preempted: Requests that began again, as the KV cache had no room for them.
+        preempted: Requests that began again for lack of KV cache.
         unmeasured: Share of the steps that are larger than measured ones.
     """
 
@@ -89,10 +89,9 @@ class Traffic(Record):
     Attributes:
         histogram: (shape, weight), ascending, each shape once; weights are above 0, in proportion
             to the number of steps.
-        notes: Assumptions, and parts of the source that were left out.
+        notes: Assumptions, and what was left out of the source.
         warnings: Why a plan for it is a bad one.
         apart: Whether FULL graphs run uniform decode alone, and PIECEWISE ones the rest alone.
-        service: Of traffic that was simulated from requests.
     """
 
     kind: Literal["traffic"] = "traffic"

@@ -49,7 +49,6 @@ class Form(Generic[R]):
     """A form of a file of rows.
 
     Attributes:
-        row: The type of its rows; each field is a column.
         names: Of its first columns, if they are not those of the fields.
         remedy: Of errors about the columns; absent: their names.
         row_remedy: Of errors about a cell.

@@ -94,12 +94,12 @@ class SchedulerBounds:
     """Bounds of a step.
 
     Attributes:
-        query_len: Tokens of each decoding request in a step.
+        query_len: Tokens of a decoding request in a step.
         max_loras: Distinct adapters among the running requests; None: any number.
         accepted_tokens: Tokens that a request advances in a decode step on average; None:
             query_len.
         mixes: Whether a step may prefill and decode, as in vLLM, or does one of them, as in SGLang.
-        kv_tokens: Tokens that the KV cache holds.
+        kv_tokens: Tokens that the KV cache holds; None: no limit.
         ranks: Data-parallel ranks that step together; bounds are of each.
     """
 

@@ -415,7 +415,7 @@ class StepTimes(Record):
         lora_overhead: Extra time of a step with LoRA kernels, as a fraction.
         full_of_decode: Whether FULL graphs ran uniform decode alone, and tell nothing of mixed
             batches.
-        doubt: Begins each verdict by these times.
+        doubt: The beginning of each verdict by these times.
         unsure: Why those of a bench may be wrong, or others than the plan's.
     """
 
