@@ -419,7 +419,7 @@ def count_writes(
     args: Args,
     kwargs: Kwargs,
 ) -> None:
-    """Under a mode torch counts none of operators in Python and ``_foreach_``."""
+    """Under a mode torch does not count writes of Python operators and ``_foreach_``."""
     written = written_tensors(func, args, kwargs)
     counted = [tensor for tensor in written if not tensor.is_inference()]
     torch.autograd.graph.increment_version(counted)

@@ -104,7 +104,7 @@ class Recorder(DispatchMode):
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
-        """Inside an operator torch took the mode off."""
+        """Inside an operator torch has taken the mode off."""
         _push_mode(self)
         try:
             yield
@@ -293,7 +293,7 @@ class Tape:
         self.steps.append(Step(name, call, copies, name in _POSTED))
 
     def _fixed(self, tensor: Tensor) -> Tensor:
-        """Without a hold on its block, deaf to ``.data =``."""
+        """The same memory without a hold on its block; ``.data =`` does not reach it."""
         alias = self.pool.aliases.get(tensor.untyped_storage()._cdata)
         return tensor.detach() if alias is None else tensor_on(alias, tensor)
 

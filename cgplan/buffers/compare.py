@@ -134,7 +134,7 @@ def compare(
 
 
 def _size_of(values: Tensor, between: Tensor) -> float:
-    """Of those that differ, at least the mean."""
+    """The largest of those that differ, at least the mean."""
     wide = torch.complex128 if values.is_complex() else torch.float64  # 8 bits have no abs
     sizes = values.to(wide).abs().nan_to_num(0, 0, 0)
     sizes = sizes.masked_fill(sizes > _HUGE, 0)

@@ -404,7 +404,7 @@ class KernelCopier(Copier):
         self,
         sizes: Sequence[int],
     ) -> Array[c_char]:
-        """By bytes to write of each input."""
+        """A launch by the bytes to write of each input."""
         blocks = 1
         slices = 1
         for size, target in zip(sizes, self.targets, strict=True):

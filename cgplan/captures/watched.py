@@ -253,7 +253,7 @@ class GraphWatch:
         watched: WatchedGraph,
         graph: Any,
     ) -> list[Read]:
-        """Outside of its pool, surely."""
+        """What it surely reads outside of its pool."""
         backend = self._backend_of_graphs()
         read = ReadGraph(
             watched,

@@ -52,7 +52,7 @@ PLAIN: dict[str, Any] = {  # the same help on every terminal
 
 class _Command(TyperCommand):
     def parse_args(self, ctx: Any, args: Any) -> Any:
-        """Of an option with one file, the last would count."""
+        """Refuse a second file for an option that takes one: the last would count."""
         given = self.make_parser(ctx).parse_args([*args])[2]
         for option in given:
             is_file = option.metavar in ("FILE", "SOURCE")

@@ -152,7 +152,7 @@ class DataParallelRunner:
 
 
 def in_step(runner: GraphRunner, ranks: Ranks | None) -> GraphRunner | DataParallelRunner:
-    """As ``distributed.data_parallel_sync`` asks."""
+    """The runner, or a DataParallelRunner where ``distributed.data_parallel_sync`` is set."""
     if ranks is None or not runner.config.distributed.data_parallel_sync:
         return runner
     return DataParallelRunner(runner, ranks)

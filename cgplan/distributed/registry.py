@@ -27,7 +27,7 @@ SUM_ALIKE = (
 
 @dataclass(frozen=True)
 class Registration:
-    """Of one rank."""
+    """What one rank has registered, and maps of its peers."""
 
     rows: int = 0  # captured all-reduces
     mapped_bytes: int = 0  # of peers' allocations

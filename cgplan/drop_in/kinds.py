@@ -205,7 +205,7 @@ class Kind:
         sizes: Sizes,
         shapes: Shapes,
     ) -> None:
-        """Of the same sizes: the model has changed, and nothing watched it."""
+        """Where the same sizes gave other shapes: the model has changed, and nothing watched it."""
         if any(was.sizes == sizes and was.shapes != shapes for was in self._points):
             self.forget_outputs()
 
@@ -348,8 +348,8 @@ class Kind:
         extents: list[int | str],
         shape: torch.Size,
     ) -> Shape:
-        """If an input has a name in one of the dimensions that equal it, the others equal it by
-        chance: they keep their number.
+        """If an input has a name in one of the dimensions that equal it, others equal it by chance,
+        and keep their number.
         """
         for name in self.names:
             seen = {point.sizes[name] for point in self._points}

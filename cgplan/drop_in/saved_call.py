@@ -29,7 +29,7 @@ _OF_GRAPHED = {
 
 
 class Name(str):
-    """Of a tensor, in its place."""
+    """The name of a tensor, in its place."""
 
 
 def as_called(

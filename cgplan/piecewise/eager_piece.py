@@ -132,7 +132,7 @@ class EagerPiece:
         given: Iterable[Any],
         leaves: list[Any],
     ) -> None:
-        """It may take values out of containers, not put others in."""
+        """The piece may take values out of containers, but put no others in."""
         rest = iter(given)
         for leaf in leaves:
             if _identity(leaf) not in rest:

@@ -267,7 +267,7 @@ class GraphCosts:
         **others: Any,
     ) -> GraphCosts:
         """In capture order; a mode's pool is in proportion to its largest size, or ``most``. What
-        the first one takes over the next of its mode is taken once.
+        the first key of a mode takes beyond the next one is taken once.
         """
         (first_mode, _), first = captured[0]
         once = 0.0

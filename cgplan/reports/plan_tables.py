@@ -177,7 +177,7 @@ def said(plan: Plan, brief: bool = False) -> list[Fact]:
     left = len(told) - shown
     if not brief or left <= 0:
         return [*weighed, *told]
-    return [*weighed, *told[:shown], ("", f"and {left} more, which --verbose shows")]
+    return [*weighed, *told[:shown], ("", f"{left} more with --verbose")]
 
 
 def _headline(plan: Plan, evidence: Evidence) -> str:
@@ -473,7 +473,7 @@ def _reasons(plan: Plan, evidence: Evidence) -> Iterator[Fact]:
     if evidence.other_loads:
         included = "with loads"
         if evidence.insurance:
-            included = "with both"
+            included = "with insurance, loads"
         loads = evidence.loads
         names = dict.fromkeys(load.source.partition(":")[0] for load in loads[1:])
         told = f"{evidence.other_loads:.0%} of steps: {', '.join(names)}"

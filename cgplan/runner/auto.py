@@ -68,7 +68,7 @@ class Way(NamedTuple):
     taken_out: int = 0  # modules that failed
 
     def without(self, failed: Sequence[str]) -> list[Way]:
-        """Where that may help."""
+        """Ways without these modules, where that may help."""
         known = self.compilation.splitting_modules
         is_full = self.compilation.cudagraph_mode is CUDAGraphMode.FULL
         can_break_up = is_full or 0 < self.taken_out < _MOST_MODULES
