@@ -377,10 +377,10 @@ def check(
         Option(metavar="FILE", help="A saved plan, in place of --vllm."),
     ] = None,
     gpu_memory_utilization: Annotated[
-        float | None, Option(metavar="SHARE", help="If not the log's.", min=0.01, max=1)
+        float | None, Option(metavar="SHARE", help="Absent: the log's.", min=0.01, max=1)
     ] = None,
     gpu_memory: Annotated[
-        float | None, Option(metavar="GIB", help="If not the log's.", parser=gib)
+        float | None, Option(metavar="GIB", help="Of the GPU; absent: the log's.", parser=gib)
     ] = None,
 ) -> None:
     """Say which sizes vLLM leaves out, which batches run eagerly, and what its KV cache gets.

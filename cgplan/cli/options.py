@@ -358,7 +358,7 @@ class PlanRequest(Saved, Given):
     costs: str | None = COSTS()
     max_graphs: int | None = count("Short for --set budget.max_graphs=N.")
     memory: str | None = option(
-        "Short for --set budget.memory=2GiB; none: more than the graphs asked for, too.",
+        "Short for --set budget.memory=2GiB; none: even more than the graphs asked for.",
         metavar="BYTES",
         parser=memory,
     )
@@ -398,10 +398,10 @@ class InspectRequest(Saved, Given):
 class Loads:
     traffic: list[Any] | None = TRAFFIC(default=...)
     weights: Any = option(
-        "Of several files of traffic, such as 3,1.", metavar="LIST", parser=numbers
+        "Weights of several --traffic files, such as 3,1.", metavar="LIST", parser=numbers
     )
     scale: Any = option(
-        "These speeds together, such as 1,2,4.", metavar="LIST", parser=numbers, default="1"
+        "Planned for together: 1,2,4 times the load.", metavar="LIST", parser=numbers, default="1"
     )
     replicas: int | None = count_from_1("Servers that share the requests.")
     speedup: float = option(
@@ -439,25 +439,25 @@ class Loads:
 class PlannedLoads(Loads):
     traffic: list[Any] | None = TRAFFIC()
     objective: Objective = option(
-        "mean: of the loads given; robust: so that 2 and 4 times the load, and the p99 of decode, "
-        "stay good; worst: the largest regret of several loads.",
+        "Minimise the mean step of the loads given (mean), with 2 and 4 times the load and the p99 "
+        "of decode (robust), or the largest regret of several loads (worst).",
         default=Objective.robust,
     )
     insurance: Any = option(
-        "Steps of sizes that traffic need not show: 10%; 0: none.", metavar="SHARE", parser=share
+        "Steps of sizes that the traffic lacks, as a share: 10%.", metavar="SHARE", parser=share
     )
     from_stats: str | None = option(
         "In place of --traffic: the metrics of a runner, or their address.", metavar="URL|FILE"
     )
     mode: ModeChoice | None = option(
-        "best: the one with the shortest steps; if absent, where vLLM has none named, with times."
+        "best: the mode with the shortest steps; the default for vLLM with times and no mode named."
     )
     slo: list[Any] | None = option(
         "The fewest graphs that hold it, such as tpot_p99=30ms; several times.",
         metavar="NAME=TIME",
         parser=goal,
     )
-    kv_cache_tokens: int | None = count_from_1("Tokens that the KV cache holds; absent: all.")
+    kv_cache_tokens: int | None = count_from_1("Tokens that the KV cache holds; absent: no limit.")
     kv_token_bytes: int | None = count_from_1("Bytes of a token in the KV cache.")
 
 
@@ -479,7 +479,9 @@ class VllmOptions:
     speculative_method: SpeculativeMethod | None = option(
         "With --vllm: method of vLLM's --speculative-config; mtp for any _mtp; absent for medusa."
     )
-    runner: Runner | None = option("With --vllm: its model runner; v2 if it can be.")
+    runner: Runner | None = option(
+        "With --vllm: its model runner; absent: v2 if it has the method."
+    )
     max_loras: int | None = count("With --vllm: as vLLM's option, for --enable-lora.")
     specialize_active_lora: bool = flag(OF_VLLM, "--specialize-active-lora")
     performance_mode: PerformanceMode | None = option(OF_VLLM)
