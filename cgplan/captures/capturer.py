@@ -1,16 +1,12 @@
 """The captures of a model's keys, one by one.
 
 Note [Captures without a warm-up]
-    A capture computes nothing before its first replay, and graphs of a pool write over each other's
-    memory. So a capture without a warm-up stands only if it left nothing that others might read: no
-    change of Python but those of each run, no memory of the pool, no compilation. Attributes that
-    each run changes are put back, and call for a warm-up of each key, as captures would be first
-    calls; so does compiled code until two keys in a row compiled nothing.
-    After a compilation alone the key is tried again, with a warm-up. Else all are captured again
-    with warm-ups, in a new pool: what the model keeps has been replayed once, and lies where no
-    graph writes; and where one key failed for no known reason, others may, too. A failed capture
-    cannot be replayed, so the smallest key of a lane runs ahead of captures: a model that keeps
-    something for each size shows it there.
+    docs/concepts.md, Warm-ups, has the rules. A capture computes nothing before its first replay,
+    and graphs of a pool write over each other's memory, so what a capture left may be read before
+    it was computed. In the new pool, after warm-ups, what the model keeps has been computed, and
+    lies where no graph writes; where one key failed for no known reason, others may, too.
+    A failed capture cannot be replayed, so the smallest key of a lane runs ahead of captures: a
+    model that keeps something for each size shows it there.
 """
 
 from __future__ import annotations

@@ -340,20 +340,14 @@ def choose_mode(
     even_if_slower: bool = False,
     before_key: BeforeKey | None = None,
 ) -> tuple[Config, Plan]:
-    """The fastest way to capture a model, for ``cudagraph_mode: AUTO``.
+    """The fastest way to capture a model, for ``cudagraph_mode: AUTO``. docs/concepts.md, AUTO,
+    says what is tried, and the plan's notes what was.
 
-    FULL comes first; a module that fails then runs eagerly. PIECEWISE by operators follows where
-    FULL has no graphs, and, on a GPU, inductor where it may save 2% of a step, within
-    ``budget.capture_time``. Of ways as fast within 2% or the spread of rounds the smallest pool
-    wins. The plan ends at the largest size with a gain of 2%; ``even_if_slower``: also below it.
-    The model is put back, and all memory is freed. ``before_key`` is as in CaptureSession.
+    The plan ends at the largest size with a gain of 2%; ``even_if_slower``: also below it. The
+    model is put back, and all memory is freed. ``before_key`` is as in CaptureSession.
 
-    The choice for a module is kept in a file, by the module's code, shapes and first weights, the
-    configuration, GPU, driver and torch: a later start reads it and tries nothing, unless its
-    capture fails. It lies in ``$CGPLAN_CACHE_DIR``, or ``~/.cache/cgplan``; an empty variable keeps
-    none.
-
-    The plan's notes say what was tried.
+    The choice for a module is kept in a file in ``$CGPLAN_CACHE_DIR``, or ``~/.cache/cgplan``, for
+    later starts, which then try nothing; an empty variable keeps none.
 
     Raises:
         ConfigError: an operator of ``splitting_ops`` is missing, or never called.

@@ -1,13 +1,10 @@
 """Replays compared with the model's own code, from the same state and random numbers.
 
 Note [Verification]
-    Calls that teach (``RealRows``): the model runs without padding. With copies of real rows as
-    padding, real rows stay equal to the bit. Random numbers may differ if the padded batch agrees;
-    so may few elements in half precision, if they do where each row comes twice.
-    With a configuration, the model runs the padded batch and, unless a context tells it sizes, the
-    batch without padding.
-    Memory that each run overwrites at given places, such as a KV cache, is copied only where
-    calls teach, if it fits.
+    docs/concepts.md, Verified, says which runs are compared. Where calls teach (``RealRows``),
+    random numbers may differ if the padded batch agrees; so may few elements in half precision, if
+    they do where each row comes twice. Memory that each run overwrites at given places, such as a
+    KV cache, is copied only where calls teach, if it fits.
 """
 
 from __future__ import annotations

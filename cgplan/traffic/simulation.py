@@ -148,9 +148,7 @@ def simulate(
     Assumptions: one engine, nothing cancelled; steps follow each other at once; speculation
     advances each request evenly, by ``accepted_tokens`` a step.
 
-    The traffic has a warning of an overload if the queue has not been empty for half of the
-    arrivals, and at the last one holds 5% of those since then, and more than three standard
-    deviations of a Poisson count. The capacity is the rate at which the queue then drains.
+    docs/planning.md, Overload, says when the traffic has a warning.
 
     Args:
         trace: In any order; equal arrivals keep theirs.
@@ -495,7 +493,7 @@ class _Engine:
                     rank.go_on(self.now)
 
     def overload(self) -> list[str]:
-        """As ``simulate`` defines it."""
+        """Warnings, see docs/planning.md, Overload."""
         times = self.times
         last = times[-1]
         lasted = last - self.last_empty

@@ -402,14 +402,8 @@ class TimeCurve(Record):
 class StepTimes(Record):
     """Microseconds of a step, by runtime mode; nondecreasing in the tokens that run.
 
-    Times are linear between points. Beyond the last point of a mode they have its last slope, and
-    eager and PIECEWISE steps take at least as long as a FULL graph, if that was measured there or
-    is no higher. A graph saves less there by what eager steps grow. A FULL graph saves no more over
-    a PIECEWISE one.
-
-    A LoRA case takes the time of the next larger case that was measured, else of the largest, else
-    ``1 + lora_overhead`` times that without adapters. PIECEWISE below its first point, or without
-    points, is FULL plus a quarter of the time that eager takes longer, at most the first point.
+    docs/planning.md, Step times, has the rules below, between and beyond points, and for modes and
+    LoRA cases that were not measured.
 
     Attributes:
         lora_overhead: Extra time of a step with LoRA kernels, as a fraction.
