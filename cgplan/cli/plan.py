@@ -271,7 +271,7 @@ def _by_ladder(
     *,
     one_list: bool,
 ) -> Plan:
-    from cgplan.optimizer.lint import lint_without_traffic  # numpy from here on
+    from cgplan.optimizer.lint import lint_without_traffic
     from cgplan.optimizer.subset import within_count
 
     plan = priced.plan_of(within_count(build_plan(config), config, one_list=one_list))
@@ -305,7 +305,7 @@ def _for_sizes(
         )
     from cgplan.optimizer.boxes import dims_of, propose_boxes
     from cgplan.traffic.files import read_sizes
-    from cgplan.traffic.step_times import REMEDY, StepSurface  # numpy from here on
+    from cgplan.traffic.step_times import REMEDY, StepSurface
 
     surface = None
     unsure: list[str] = []
@@ -328,7 +328,7 @@ def _for_traffic(
     *,
     is_emitted: bool,
 ) -> Plan:
-    from cgplan.optimizer.decisions import INSURANCE, LARGE, Planner  # numpy from here on
+    from cgplan.optimizer.decisions import INSURANCE, LARGE, Planner
     from cgplan.traffic.simulation import RequestTrace
 
     config = loaded.config
