@@ -68,7 +68,7 @@ Progress = Callable[[CaptureProgress], None]
 
 @dataclass(eq=False, repr=False)
 class CapturedKeys:
-    """The keys of a model that have graphs, and those that have none.
+    """The keys that have graphs, and those that have none.
 
     Args:
         graphs: Its ``plan`` is ``wanted``, from the end of ``start_up`` on what is captured of it.

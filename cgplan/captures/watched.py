@@ -149,9 +149,8 @@ def _root(path: str) -> str:
 
 @dataclass(eq=False)
 class WatchedGraph:
-    """``stack``: lines of the user's code, the innermost first. ``places``: at its capture, or
-    shortly before; ``later``: at the next look-up. ``stream``: the handle of the one that was
-    captured.
+    """``stack``: the user's lines, the innermost first. ``places``: at its capture, or shortly
+    before; ``later``: at the next look-up. ``stream``: the handle of the one that was captured.
     """
 
     name: str

@@ -515,7 +515,7 @@ def graphed_generate(
 
 
 class _Generate:
-    """``generate`` of a model, with a static cache for each number of rows. Copies share none."""
+    """``generate`` with a static cache for each number of rows. Copies share none."""
 
     __graph_memory__ = True
 

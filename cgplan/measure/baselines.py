@@ -302,7 +302,7 @@ def bench_baselines(
     seed: int | None = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> BaselinesRecord:
-    """Measure a runner and other ways to run its model: each alone for its costs, then in turns.
+    """Each way to run the model alone for its costs, then all in turns.
 
     The runner is captured again: its outputs and views become invalid. Close other graphs before,
     see Note [Workspaces]. ``batches``: one for each size.

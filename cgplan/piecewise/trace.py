@@ -41,8 +41,7 @@ _TRIES = 2  # the first run may make something
 
 
 class PiecewiseModel(BreakableCUDAGraphWrapper):
-    """A model that is split at operators in mode PIECEWISE, and just the model in others; called
-    with the declared inputs by name.
+    """A model that is split at operators in mode PIECEWISE, and just the model in others.
 
     One row, and each of ``static_sizes`` (in tokens), has a trace of its own. A replay enters
     neither Dynamo nor the model's Python code.

@@ -102,8 +102,7 @@ def read_vllm(
     ``overrides`` win.
 
     Raises:
-        ConfigError: the text is not JSON, has a key that vLLM does not have, or a wrong value;
-            the model runner lacks the speculative method.
+        ConfigError: a wrong text or value, or a model runner without the speculative method.
         PlanError: no capture size is left.
     """
     given = _parse(text)

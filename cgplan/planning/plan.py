@@ -91,9 +91,7 @@ class Lane(NamedTuple):
         return place
 
     def serves(self, uniform: Any, num_active_loras: Any, apart: bool = False) -> Any:
-        """Whether the lane is for a batch, or for each of two arrays; ``apart``: FULL graphs run
-        uniform decode alone, and PIECEWISE ones the others.
-        """
+        """For one batch, or for arrays; ``apart`` is that of Traffic."""
         is_mixed = not self.uniform
         may = (uniform | is_mixed) & (num_active_loras <= self.num_active_loras)
         if apart:

@@ -239,8 +239,8 @@ def logged_steps(text: str) -> Iterator[tuple[CUDAGraphMode, int, float, bool]]:
     """(runtime mode, tokens that ran, microseconds, whether it prefills) by
     ``--enable-logging-iteration-details``.
 
-    The mode and the sizes of the start before a step tell its graph. Steps before the first start,
-    and those with speculative tokens, are left out.
+    The start before a step tells its graph. Steps before the first start, and those with
+    speculative tokens, are left out.
     """
     mode = None
     sizes: list[int] = []

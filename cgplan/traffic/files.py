@@ -215,12 +215,9 @@ def read_traffic(
     speedup: float = 1.0,
     request_rate: float | None = None,
 ) -> Traffic | RequestTrace:
-    """Steps or requests from a file, whose content tells its form: one of ``FORMS``, as CSV or JSON
-    lines; ShareGPT's list; a log of vLLM with its tables of graph statistics; saved Traffic; a
-    runner's metrics.
+    """Steps or requests from a file, whose content tells its form: docs/planning.md, Traffic.
 
-    Notes say which columns are guessed or ignored, and how many tokens of prompts were cached:
-    blocks of ``hash_ids`` that an earlier row brought are not prefilled again.
+    Notes say which columns are guessed or ignored, and how many tokens of prompts were cached.
 
     Args:
         path: UTF-8 text, or an address that begins with http. Read once: it may be a pipe.
@@ -257,9 +254,8 @@ def read_traffic(
 
 
 def read_sizes(path: str | Path, dims: Sequence[Dim], plan: Plan) -> SizeCounts:
-    """Batches from CSV or JSON lines: a column for each of ``dims``, and perhaps ``count``
-    (``weight``, if a dimension is named count; absent: 1). Of one dimension also what a runner
-    counted.
+    """Batches from CSV or JSON lines with a column for each of ``dims``: docs/planning.md, Several
+    sizes. The column ``count`` is called ``weight`` if a dimension is named count.
 
     Raises:
         TrafficError: as ``read_traffic``, or no batch is within the max of its dimensions.

@@ -91,7 +91,7 @@ class Traffic(Record):
             to the number of steps.
         notes: Assumptions, and what was left out of the source.
         warnings: Why a plan for it is a bad one.
-        apart: Whether FULL graphs run uniform decode alone, and PIECEWISE ones the rest alone.
+        apart: FULL graphs run uniform decode alone, and PIECEWISE ones the rest alone.
     """
 
     kind: Literal["traffic"] = "traffic"

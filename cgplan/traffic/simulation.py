@@ -138,8 +138,8 @@ def simulate(
     lets later ones pass. A step is uniform if all its requests decode.
 
     Without ``mixes`` it is SGLang's (0.5.23, srt/managers/scheduler.py, without
-    --enable-mixed-chunk and --prefill-decode-interval): while there are prompts, a step prefills at
-    most ``max_num_batched_tokens``; else it decodes all running requests.
+    --enable-mixed-chunk and --prefill-decode-interval): a step prefills while there are prompts,
+    else it decodes.
 
     With ``kv_tokens`` a request is admitted while its prompt, and one step more of all that decode,
     fit into the KV cache. If the next decode step does not fit, the request admitted last is
