@@ -42,7 +42,7 @@ PerformanceMode = StrEnum("PerformanceMode", "balanced interactivity throughput"
 SpeculativeMethod = StrEnum(
     "SpeculativeMethod", "eagle eagle3 mtp deepseek_mtp ngram draft_model suffix custom_class"
 )
-SAME_METHOD = {"eagle3": "eagle", "deepseek_mtp": "mtp"}  # as vLLM captures them
+SAME_METHOD = {"deepseek_mtp": "mtp"}  # as vLLM calls it
 Runner = StrEnum("Runner", "v1 v2")
 Objective = StrEnum("Objective", "robust mean worst")
 ModeChoice = StrEnum("ModeChoice", "keep best")

@@ -524,8 +524,8 @@ class SpeculativeConfig(Section):
 
     num_speculative_tokens: CountOrZero = 0
     """Draft tokens of each request."""
-    method: Literal["eagle", "mtp", "ngram", "draft_model"] | None = None
-    """What drafts. With key_rules: vllm_v2 plans have the draft's graphs (eagle, mtp)."""
+    method: Literal["eagle", "eagle3", "mtp", "ngram", "draft_model"] | None = None
+    """What drafts. With key_rules: vllm_v2 plans have the draft's graphs (eagle, eagle3, mtp)."""
     varlen_decode: Flag = False
     """Whether decode graphs take 1 to 1 + num_speculative_tokens tokens a request, as vLLM's
     adaptive verification does (key_rules: vllm_v2).
@@ -536,7 +536,7 @@ class SpeculativeConfig(Section):
     @property
     def has_draft_graphs(self) -> bool:
         """Whether vLLM's model runner V2 captures graphs of a draft model."""
-        return self.num_speculative_tokens > 0 and self.method in ("eagle", "mtp")
+        return self.num_speculative_tokens > 0 and self.method in ("eagle", "eagle3", "mtp")
 
     @model_validator(mode="after")
     def _not_more_than_drafted(self) -> SpeculativeConfig:

@@ -68,7 +68,7 @@ _OTHER_GRAPHS = (
 _LARGEST_ON_BLACKWELL = 1024
 # of vLLM's speculative methods, those that its model runner V2 does not have (config/vllm.py)
 _METHODS_OF_V1 = ("suffix", "custom_class")
-Method = Literal["eagle", "mtp", "ngram", "draft_model", "suffix", "custom_class"]
+Method = Literal["eagle", "eagle3", "mtp", "ngram", "draft_model", "suffix", "custom_class"]
 _MODES = ("NONE", "STOCK_TORCH_COMPILE", "DYNAMO_TRACE_ONCE", "VLLM_COMPILE")
 
 
@@ -121,7 +121,7 @@ def read_vllm(
             options["speculative.method"] = speculative_method
     elif speculative_method:
         raise ConfigError(
-            "--speculative-method: the number of drafts is missing",
+            f"--speculative-method {speculative_method}: the number of drafts is missing",
             remedy="Give --num-speculative-tokens; the model's configuration has that of mtp.",
         )
     if num_speculative_tokens and speculative_method is None and runner == "v2":

@@ -43,6 +43,10 @@ _ADVICE = re.compile(
     rf"is \(([\d.]+), [\d.]+ GiB\)\.[^`]*{_OPTION}{_OPTION}Current kv cache memory in use is "
     r"(-?[\d.]+) GiB"
 )
+_DRAFTS = re.compile(
+    r"speculative_config=(?:None|SpeculativeConfig\(method='(?:\w+_(?=mtp))?(\w+)'"
+    r".*?num_spec_tokens=(\d+))"
+)
 _KV_TOKENS = re.compile(r"GPU KV cache size: ([\d,]+) tokens")
 _RESERVES = "CUDA graph memory profiling is enabled"
 _CAPTURES = re.compile(
@@ -68,7 +72,8 @@ class StartLog:
         reserved: Bytes that vLLM kept free for the graphs.
         by_mode: Estimated bytes of the first graph and of each other, in logs of level DEBUG.
         advice: The numbers of its line on ``--kv-cache-memory``.
-        has_drafts: Whether the start had speculative tokens; None if the log does not tell it.
+        drafts: Speculative tokens of a request; None if the log does not tell it.
+        method: That drafts them.
         mode, sizes: That vLLM was to capture.
         kv_token_bytes: Of the KV cache, by ``advice``.
     """
@@ -84,7 +89,8 @@ class StartLog:
     sizes: tuple[int, ...] = ()
     kv_token_bytes: int = 0
     max_num_batched_tokens: int = 0
-    has_drafts: bool | None = None
+    drafts: int | None = None
+    method: str | None = None
 
     @classmethod
     def parse(cls, text: str) -> StartLog | None:
@@ -115,6 +121,7 @@ class StartLog:
             kv_bytes = advised[-1] * GIB / int(tokens[1].replace(",", ""))
         version = _VERSION.search(text)
         captures = _CAPTURES.search(text)
+        drafts = _DRAFTS.search(text)
         return cls(
             seconds=max(map(float, seconds)),
             bytes=round(max(0.0, *map(float, taken)) * GIB),
@@ -127,9 +134,8 @@ class StartLog:
             sizes=tuple(json.loads(captures[2])) if captures else (),
             kv_token_bytes=round(kv_bytes),
             max_num_batched_tokens=int(["0", *bounds][-1]),
-            has_drafts="speculative_config=None" not in text
-            if "speculative_config=" in text
-            else None,
+            drafts=drafts and int(drafts[2] or 0),
+            method=drafts and drafts[1],
         )
 
     def doubts(self) -> Iterator[str]:
@@ -161,13 +167,18 @@ class StartLog:
                 max_cudagraph_capture_size=None,
             )
             started = build_plan(config)
-        is_like = self.has_drafts in (None, plan.query_len > 1)
-        if is_like and {*started.keys} == {*plan.keys} and own in (Counter(), *of_plan):
+        drafting = plan.settings.speculative
+        drafted = drafting.num_speculative_tokens
+        found = list[str]()
+        if self.drafts not in (None, drafted):
+            found.append(f"{counted(self.drafts, 'speculative token')}, not {drafted}")
+        # eagle3 is one with eagle, ngram_gpu with ngram
+        elif self.method and not self.method.startswith((drafting.method or "")[:5]):
+            found.append(f"drafts of {self.method}, not {drafting.method}")
+        if not found and {*started.keys} == {*plan.keys} and own in (Counter(), *of_plan):
             return
         graphs = counted(own.total() or started.num_graphs, "graph")
-        found = [f"{count} {mode}" for mode, count in own.items()]
-        if not is_like:
-            found.append(f"with{'' if self.has_drafts else 'out'} speculative tokens")
+        found += [f"{count} {mode}" for mode, count in own.items()]
         if started.mode is not plan.mode:
             found.append(f"mode {started.mode}, not {plan.mode}")
         had, has = ({key.num_tokens for _, key in which.keys} for which in (plan, started))
@@ -176,7 +187,10 @@ class StartLog:
                 found.append(f"{word} sizes {listed(sorted(sizes))}")
         if found:
             graphs += f" ({'; '.join(found)})"
-        yield f"the log is of a start with {graphs}, the configuration has {plan.graph_words}"
+        configured = counted(len(plan.keys), "graph")
+        if plan.draft_keys:
+            configured += f" and {len(plan.draft_keys)} of the draft model"
+        yield f"the log is of a start with {graphs}, the configuration has {configured}"
 
     def said(self, plan: Plan) -> Iterator[str]:
         bound = self.max_num_batched_tokens

@@ -349,10 +349,10 @@ class GraphCosts:
             f"{format_bytes(log.bytes)} and {log.seconds:.0f} s: each graph was given the same "
             f"seconds and, of memory, {how}",
         ]
-        if log.has_drafts:
+        if log.drafts:
             notes.append(f"{path} is of a start with drafts: each graph has its share of theirs")
         source = f"the log of vLLM, {path}"
-        if plan.draft_keys and not log.has_drafts:
+        if plan.draft_keys and not log.drafts:
             source += " (no graph of the draft model)"
         costs = cls(keys, points, config, source=source, notes=notes)
         costs.estimated = True

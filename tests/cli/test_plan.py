@@ -862,7 +862,7 @@ def test_vllm_check(home: Path) -> None:
     shown = unwrapped(good("vllm", "check", *drafted, "--log", str(START)).stdout)
     assert "vLLM captures 49 graphs (26 of them of the draft model) in mode" in shown
     assert re.search(
-        r"of a start with 9 graphs \(.*\), the configuration has 49 graphs \(26", shown
+        r"start with 9 graphs \(.*\), the configuration has 23 graphs and 26 of the draft", shown
     )
     assert "by the log the graphs took 512 MiB and 3 s" in shown
     assert re.search(
@@ -970,7 +970,9 @@ def test_a_start_that_forgot_its_drafts_is_another(home: Path) -> None:
     text = text.replace("PIECEWISE=5", "PIECEWISE=4").replace(
         "FULL=4 (largest=8", "FULL=4 (largest=16"
     )
-    for start, name in (("SpeculativeConfig(method='mtp')", "drafted"), ("None", "alone")):
+    form = "SpeculativeConfig(method='mtp', model='m', num_spec_tokens={})"
+    starts = {"drafted": form.format(1), "alone": "None", "twice": form.format(2)}
+    for name, start in starts.items():
         Path(f"{name}.log").write_text(
             text.replace("model='m'", f"model='m', speculative_config={start}")
         )
@@ -979,15 +981,21 @@ def test_a_start_that_forgot_its_drafts_is_another(home: Path) -> None:
         good(*checked, f"{name}.json", "--log", f"{name}.log")
     forgot = cgplan_command(*checked, "drafted.json", "--log", "alone.log")
     assert forgot.exit_code == errors.PlanMismatchError.exit_code
-    assert "a start with 8 graphs (4 PIECEWISE; 4 FULL; without speculative tokens)" in unwrapped(
-        forgot.stderr
+    assert (
+        "a start with 8 graphs (0 speculative tokens, not 1; 4 PIECEWISE; 4 FULL), the "
+        "configuration has 8 graphs and 8 of the draft model" in unwrapped(forgot.stderr)
     )
+    other = cgplan_command(*checked, "drafted.json", "--log", "twice.log")
+    assert other.exit_code == errors.PlanMismatchError.exit_code
+    assert "2 speculative tokens, not 1; " in unwrapped(other.stderr)
     *_, hint, options = forgot.stdout.splitlines()
     assert hint == "made for 1 speculative tokens: add your --speculative-config"
     assert options.startswith("--compilation-config")
     more = cgplan_command(*checked, "alone.json", "--log", "drafted.log")
     assert more.exit_code == errors.PlanMismatchError.exit_code
-    assert "4 FULL; with speculative tokens)" in unwrapped(more.stderr)
+    assert "(1 speculative token, not 0; 4 PIECEWISE; 4 FULL)" in unwrapped(more.stderr)
+    priced = good(*command, *drafts, "--costs", "twice.log", "--verbose").stdout
+    assert "the log is of a start with 8 graphs (2 speculative tokens, not 1; " in unwrapped(priced)
 
 
 def test_plan_diff_shows_costs_that_one_side_has(home: Path) -> None:
@@ -1010,13 +1018,13 @@ def test_plan_diff_shows_costs_that_one_side_has(home: Path) -> None:
 
 def test_plan_diff_names_another_speculative_method(home: Path) -> None:
     """The model's graphs are the same, those of a draft model go."""
-    for method in ("eagle", "ngram"):
+    for method in ("eagle3", "ngram"):
         drafts = ("--num-speculative-tokens", "3", "--speculative-method", method)
         good("plan", "--vllm", "{}", "--max-num-seqs", "8", *drafts, "--output", f"{method}.json")
-    shown = good("plan", "diff", "eagle.json", "ngram.json").stdout
-    assert re.search(r'^ +speculative\.method +"eagle" -> "ngram"$', shown, re.MULTILINE)
+    shown = good("plan", "diff", "eagle3.json", "ngram.json").stdout
+    assert re.search(r'^ +speculative\.method +"eagle3" -> "ngram"$', shown, re.MULTILINE)
     assert "No graph of the model is added or removed." in shown
-    old, new = map(load_plan, ("eagle.json", "ngram.json"))
+    old, new = map(load_plan, ("eagle3.json", "ngram.json"))
     row = rf"^graphs +{old.num_graphs} +{new.num_graphs} +-{len(old.draft_keys)} "
     assert re.search(row, shown, re.MULTILINE)
 

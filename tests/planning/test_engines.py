@@ -514,13 +514,14 @@ def test_a_runner_without_the_speculative_method_is_refused() -> None:
 def test_graphs_of_a_draft_model_are_those_of_eagle_and_mtp() -> None:
     for method, has_drafts in (
         ("eagle", True),
+        ("eagle3", True),
         ("mtp", True),
         ("ngram", False),
         ("draft_model", False),
     ):
         options = {"num_speculative_tokens": 3, "speculative_method": method}
         assert bool(build_plan(read("{}", **options).loaded.config).draft_keys) == has_drafts
-    with pytest.raises(ConfigError, match="the number of drafts is missing"):
+    with pytest.raises(ConfigError, match="method eagle: the number of drafts is missing"):
         read("{}", speculative_method="eagle")
     unknown = read("{}", num_speculative_tokens=3)
     assert any("graphs of a draft model" in note for note in unknown.notes)

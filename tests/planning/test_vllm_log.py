@@ -117,7 +117,7 @@ def test_the_kv_cache_of_other_graphs_shares_and_gpus(
 
 
 @pytest.mark.parametrize(
-    "method", ["None", "SpeculativeConfig(method='eagle3', num_spec_tokens=3)"]
+    "method", ["None", "SpeculativeConfig(method='eagle3', model='d', num_spec_tokens=3)"]
 )
 def test_costs_of_a_start_with_drafts_say_so(method: str) -> None:
     text = LOG.replace("model='m'", f"model='m', speculative_config={method}")
@@ -272,12 +272,57 @@ def test_a_start_with_the_options_of_a_plan_has_its_graphs(
         assert [*logged("FULL_AND_PIECEWISE", list(sizes), {}).of_other_options(plan)] == []
 
 
+@pytest.mark.parametrize(
+    ("asked", "logged_config", "told"),
+    [
+        (("eagle3", 3), "SpeculativeConfig(method='eagle3', model='d', num_spec_tokens=3)", None),
+        (("eagle", 3), "SpeculativeConfig(method='eagle3', model='d', num_spec_tokens=3)", None),
+        (("eagle3", 3), "SpeculativeConfig(method='eagle', model='d', num_spec_tokens=3)", None),
+        (("mtp", 1), "SpeculativeConfig(method='qwen3_next_mtp', model='d', num_spec_tokens=1)", None),
+        (("ngram", 3), "SpeculativeConfig(method='ngram_gpu', model=None, num_spec_tokens=3)", None),
+        ((None, 3), "SpeculativeConfig(method='medusa', model='d', num_spec_tokens=3)", None),
+        (("suffix", 3), "SpeculativeConfig(method='suffix', model=None, num_spec_tokens=3)", None),
+        (("eagle3", 3), None, None),
+        ((None, 0), "None", None),
+        (("eagle3", 3), "None", "0 speculative tokens, not 3"),
+        (("eagle3", 3), "SpeculativeConfig(method='eagle3', model='d', num_spec_tokens=1)", "1 speculative token, not 3"),
+        ((None, 0), "SpeculativeConfig(method='ngram', model=None, num_spec_tokens=5)", "5 speculative tokens, not 0"),
+        (("eagle3", 3), "SpeculativeConfig(method='mtp', model='d', num_spec_tokens=3)", "drafts of mtp, not eagle3"),
+        (("draft_model", 3), "SpeculativeConfig(method='eagle3', model='d', num_spec_tokens=3)", "drafts of eagle3, not draft_model"),
+    ],
+)  # fmt: skip
+def test_a_start_with_other_drafts_is_another(
+    asked: tuple[Any, int], logged_config: str | None, told: str | None
+) -> None:
+    """Also where its graphs are those of the plan, by their sizes: eagle3 is eagle with another head."""
+    method, number = asked
+    read = read_vllm(
+        '{"cudagraph_capture_sizes": [4, 8, 16]}',
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        num_speculative_tokens=number,
+        speculative_method=method,
+    )
+    plan = build_plan(read.loaded.config)
+    first, _, rest = LOG.partition("\n")
+    first = first.replace("[1, 2, 4, 8, 16]", "[4, 8, 16]")
+    if logged_config:
+        first = first.replace("model='m'", f"model='m', speculative_config={logged_config}")
+    log = replace(started(f"{first}\n{rest}"), graphs={})
+    found = [*log.of_other_options(plan)]
+    assert len(found) == (told is not None)
+    assert all(
+        f" graphs ({told}), the configuration has {len(plan.keys)} graphs" in said for said in found
+    )
+    assert all(("of the draft model" in said) == (method == "eagle3") for said in found)
+
+
 def test_costs_of_a_log_without_drafts_say_that_drafts_are_not_priced() -> None:
     options = {"max_num_seqs": 8, "num_speculative_tokens": 3}
     for method, text, told in (
         ("eagle", LOG, True),
         ("ngram", LOG, False),
-        ("eagle", LOG.replace("model='m'", "model='m', speculative_config=SpeculativeConfig()"), False),
+        ("eagle", LOG.replace("model='m'", "model='m', speculative_config=SpeculativeConfig(method='eagle', model='d', num_spec_tokens=3)"), False),
     ):  # fmt: skip
         config = read_vllm("{}", speculative_method=method, **options).loaded.config  # type: ignore[arg-type]
         assert ("(no graph of the draft model)" in costs_of(text, config).source) == told
