@@ -227,12 +227,13 @@ class Planner:
             if missed:
                 judged = f"misses its SLO: {missed}"
             verdict = f"{judged}; {verdict}"
-        warnings, notes = times.said_for(plan.mode)
+        warnings, notes = times.said_for(plan.mode, traffic)
         return PlanCheck(
             traffic_source=traffic.source,
             traffic_weight=traffic.total,
             times_source=times.source,
-            notes=(*times.unsure, *warnings, *traffic.notes, *notes),
+            warnings=(*times.unsure, *warnings),
+            notes=(*traffic.notes, *notes),
             points=tuple(points),
             regret=regret,
             decode_regret=of_decode,

@@ -175,6 +175,7 @@ class PlanCheck(Record):
     traffic_source: str
     traffic_weight: float
     times_source: str
+    warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     points: tuple[LadderPoint, ...]
     regret: float

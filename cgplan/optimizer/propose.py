@@ -518,8 +518,8 @@ class PlannedGraphs:
         lost = self.best.total - lower
         ladders = {name: self._ladder(name, ladder) for name, ladder in inputs.ladders.items()}
         asked = ASKED_FOR if ASKED_FOR in ladders else inputs.asked
-        of_times, times_notes = run.times.said_for(plan.mode)
-        warnings = [*of_times, *run.traffic.warnings]
+        told, times_notes = run.times.said_for(plan.mode, run.traffic)
+        warnings = [*told]
         doubt = ""
         if run.unmeasured > MOST_UNMEASURED:
             beyond = f"{run.unmeasured:.0%} of the steps have sizes that were not measured"

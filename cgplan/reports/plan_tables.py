@@ -552,7 +552,7 @@ def _check(check: PlanCheck) -> RenderableType:
         ("step times", check.times_source),
         ("traffic", f"{check.traffic_source}: {check.traffic_weight:,.0f} steps"),
     ]
-    rows += labelled("note", check.notes)
+    rows += labelled("warning", check.warnings) + labelled("note", check.notes)
     own = check.points[0]
     whole = own.expected_us
 

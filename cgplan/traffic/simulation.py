@@ -513,7 +513,7 @@ class _Engine:
         return [
             f"overload: requests come {load:.2f} times as fast as this server serves them; "
             f"{self.length:,} of {came:,} wait when the last one comes; {replicas} replicas "
-            "would do. This plan is for full batches alone"
+            "would do. A plan for them is for full batches alone"
         ]
 
     def service(self, lasted: int) -> Service:

@@ -29,7 +29,7 @@ from cgplan.errors import CgplanError, StepTimeError
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning.plan import Mode
 from cgplan.planning.vllm_log import logged_steps
-from cgplan.traffic.histogram import MOST_BATCHED_TOKENS
+from cgplan.traffic.histogram import MOST_BATCHED_TOKENS, Traffic
 from cgplan.traffic.rows import (
     LOG_LINE,
     Form,
@@ -510,8 +510,12 @@ class StepTimes(Record):
             found.setdefault(form or TABLE, []).append(raw)
         return _of_rows(found, path)
 
-    def said_for(self, mode: CUDAGraphMode) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Warnings and notes, less those on PIECEWISE graphs if the resolved mode has none."""
+    def said_for(
+        self, mode: CUDAGraphMode, traffic: Traffic
+    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Warnings, those of the traffic too, and notes on these times, less those on PIECEWISE
+        graphs if the resolved mode has none.
+        """
         hidden = () if mode.has_mode(CUDAGraphMode.PIECEWISE) else ("PIECEWISE ",)
         said = []
         for texts in (self.warnings, self.notes):
@@ -519,7 +523,7 @@ class StepTimes(Record):
         warnings, notes = said
         if self.full_of_decode and mode.mixed_mode() is CUDAGraphMode.FULL:
             warnings += (FULL_OF_DECODE,)
-        return warnings, notes
+        return warnings + traffic.warnings, notes
 
     def of(
         self,

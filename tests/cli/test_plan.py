@@ -363,6 +363,26 @@ def test_without_traffic_vllm_has_one_list_too(home: Path, mode: str, most: int)
         )
 
 
+def test_a_check_of_timestamps_in_another_unit_warns_as_a_plan_does(home: Path) -> None:
+    """Two requests a second, in seconds where milliseconds are read."""
+    good(*use_traffic(home), "--output", "plan.json")
+    rows = [
+        {"timestamp": i / 2, "input_length": 1200, "output_length": 3, "hash_ids": []}
+        for i in range(100)
+    ]
+    (home / "trace.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    traffic = ("--traffic", "trace.jsonl")
+    plan = plan_of(*PLAN, *traffic, "--step-times", "times.csv")
+    assert plan.evidence is not None
+    (warning,) = (text for text in plan.evidence["warnings"] if "timestamps were" in text)
+    check = ("plan", "check", "plan.json", *traffic)
+    found = PlanCheck.model_validate_json(good(*check, "--json").stdout)
+    assert warning in found.warnings
+    assert f"warning {warning}" in " ".join(good(*check).stdout.split())
+    right = PlanCheck.model_validate_json(good(*check, "--json", "--speedup", "0.001").stdout)
+    assert not any("timestamps were" in text for text in right.warnings)
+
+
 def test_plan_for_requests_that_one_server_cannot_serve_warns(home: Path) -> None:
     use_traffic(home)
     (home / "trace.csv").write_text(
@@ -374,6 +394,13 @@ def test_plan_for_requests_that_one_server_cannot_serve_warns(home: Path) -> Non
     assert plan.evidence is not None
     assert "overload: requests come" in plan.evidence["warnings"][0]
     assert "replicas would do" in " ".join(good(*command).stdout.split())
+    good(*use_traffic(home), "--output", "plan.json")
+    check = ("plan", "check", "plan.json", "--traffic", "trace.csv")
+    found = PlanCheck.model_validate_json(good(*check, "--json").stdout)
+    assert found.warnings[-1].startswith("overload: requests come")
+    shown = " ".join(good(*check).stdout.split())
+    assert shown.count("warning overload: requests come") == 1
+    assert "A plan for them is for full batches alone" in shown
     apart = plan_of(*command, *settings("scheduler.mixed_batches=false"))
     assert apart.evidence is not None
     assert apart.config_hash == plan.config_hash, "a capture does not count with it"

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from cgplan.errors import StepTimeError
 from cgplan.modes import RUNTIME_MODES, CUDAGraphMode
+from cgplan.traffic.histogram import StepShape, Traffic
 from cgplan.traffic.step_times import (
     FULL_OF_DECODE,
     LORA_OVERHEAD,
@@ -22,6 +23,7 @@ from cgplan.traffic.step_times import (
 )
 
 NONE, PIECEWISE, FULL = RUNTIME_MODES
+TRAFFIC = Traffic.of({StepShape(4, 4, True): 1.0}, "x")
 POINTS = st.dictionaries(st.integers(1, 300), st.floats(1, 1e6), min_size=1, max_size=8)
 
 
@@ -156,8 +158,11 @@ def test_small_changes_and_modes_that_a_plan_lacks_are_not_noted() -> None:
     times = times_of(NONE={1: 100}, FULL={1: 20})
     (warning,) = times.warnings
     assert "PIECEWISE was not measured" in warning
-    assert times.said_for(FULL) == ((), times.notes)
-    assert times.said_for(CUDAGraphMode.FULL_AND_PIECEWISE) == (times.warnings, times.notes)
+    assert times.said_for(FULL, TRAFFIC) == ((), times.notes)
+    assert times.said_for(CUDAGraphMode.FULL_AND_PIECEWISE, TRAFFIC) == (
+        times.warnings,
+        times.notes,
+    )
 
 
 @settings(max_examples=50, deadline=None)
@@ -535,9 +540,9 @@ def test_full_times_of_uniform_decode_alone_are_known_as_such(
 ) -> None:
     times = StepTimes.parse(text, "x")
     assert times.full_of_decode is is_of_decode
-    warnings, _ = times.said_for(FULL)
+    warnings, _ = times.said_for(FULL, TRAFFIC)
     assert (FULL_OF_DECODE in warnings) is is_of_decode
-    assert FULL_OF_DECODE not in times.said_for(CUDAGraphMode.FULL_AND_PIECEWISE)[0]
+    assert FULL_OF_DECODE not in times.said_for(CUDAGraphMode.FULL_AND_PIECEWISE, TRAFFIC)[0]
     assert StepTimes.parse(times.model_dump_json(), "x").full_of_decode is is_of_decode
 
 
