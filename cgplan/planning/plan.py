@@ -216,6 +216,7 @@ class Predicted(Record):
         estimated: Whether no figure was measured on the device.
         notes: Why the configuration may have other figures.
         extrapolated: Whether a graph is larger than those measured.
+        model: Of the log of vLLM, if that is the source.
     """
 
     keys: tuple[KeyCost, ...]
@@ -225,6 +226,7 @@ class Predicted(Record):
     estimated: bool
     notes: tuple[str, ...] = ()
     extrapolated: bool = False
+    model: str | None = None
 
     @property
     def pool_bytes(self) -> int:

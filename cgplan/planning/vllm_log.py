@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import itemgetter
 
-from cgplan.errors import BudgetError
+from cgplan.errors import BudgetError, StepTimeError
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning.build import build_plan
 from cgplan.planning.engines import VERSIONS
@@ -50,7 +50,8 @@ _DRAFTS = re.compile(
 _KV_TOKENS = re.compile(r"GPU KV cache size: ([\d,]+) tokens")
 _RESERVES = "CUDA graph memory profiling is enabled"
 _CAPTURES = re.compile(
-    rf"(?:{_START}.*?'cudagraph_mode': <|- Mode: *)(?:CUDAGraphMode\.)?(\w+)"
+    rf"(?:{_START}(?:.*? model='([^']*)')?.*?'cudagraph_mode': <|- Mode: *)"
+    r"(?:CUDAGraphMode\.)?(\w+)"
     r"(?:.*?'cudagraph_capture_sizes': |\s*\n.*- Capture sizes: )(\[[\d, ]*\])"
 )
 _BOUND = re.compile(r"Chunked prefill is enabled with max_num_batched_tokens=(\d+)")
@@ -74,7 +75,7 @@ class StartLog:
         advice: The numbers of its line on ``--kv-cache-memory``.
         drafts: Speculative tokens of a request; None if the log does not tell it.
         method: That drafts them.
-        mode, sizes: That vLLM was to capture.
+        model, mode, sizes: That vLLM was to capture.
         kv_token_bytes: Of the KV cache, by ``advice``.
     """
 
@@ -85,6 +86,7 @@ class StartLog:
     by_mode: dict[CUDAGraphMode, tuple[float, float]]
     advice: tuple[float, ...]
     version: str = ""
+    model: str | None = None
     mode: CUDAGraphMode | None = None
     sizes: tuple[int, ...] = ()
     kv_token_bytes: int = 0
@@ -130,8 +132,9 @@ class StartLog:
             by_mode=by_mode,
             advice=advised,
             version=version[1] if version else "",
-            mode=CUDAGraphMode.parse(captures[1]) if captures else None,
-            sizes=tuple(json.loads(captures[2])) if captures else (),
+            model=captures and captures[1],
+            mode=CUDAGraphMode.parse(captures[2]) if captures else None,
+            sizes=tuple(json.loads(captures[3])) if captures else (),
             kv_token_bytes=round(kv_bytes),
             max_num_batched_tokens=int(["0", *bounds][-1]),
             drafts=drafts and int(drafts[2] or 0),
@@ -199,6 +202,9 @@ class StartLog:
                 f"warning: the log is of --max-num-batched-tokens {bound}, not "
                 f"{plan.max_num_batched_tokens}"
             )
+        priced = plan.predicted and plan.predicted.model
+        if priced and self.model not in (None, priced):
+            yield f"warning: the log is of {self.model}, the plan's costs of {priced}"
         yield from self.doubts()
         kept = ""
         if self.reserved:
@@ -254,21 +260,28 @@ def logged_steps(text: str) -> Iterator[tuple[CUDAGraphMode, int, float, bool]]:
     ``--enable-logging-iteration-details``.
 
     The start before a step tells its graph. Steps before the first start, and those with
-    speculative tokens, are left out.
+    speculative tokens, are left out. Raises StepTimeError for two models.
     """
-    mode = None
+    mode = model = timed = None
     sizes: list[int] = []
     for line in text.splitlines():
         started = _CAPTURES.search(line)
         step = _STEP.search(line)
         if started:
-            mode = CUDAGraphMode.parse(started[1])
-            sizes = sorted(json.loads(started[2]))
+            model, name, captured = started.groups()
+            mode = CUDAGraphMode.parse(name)
+            sizes = sorted(json.loads(captured))
         elif mode is not None and step:
             prefilled, prompts, decoding, decoded = map(int, step.groups()[:4])
             tokens = prompts + decoded
             if decoded != decoding or not tokens:
                 continue
+            timed = timed or model
+            if model not in (None, timed):
+                raise StepTimeError(
+                    f"the log has steps of {timed} and of {model}",
+                    remedy="Give starts of one model.",
+                )
             runs = mode.mixed_mode() if prefilled else mode.decode_mode()
             place = bisect_left(sizes, tokens)
             if place == len(sizes):

@@ -180,7 +180,7 @@ class GraphCosts:
     Other graphs are priced as these; the notes say so.
 
     Attributes:
-        source, estimated, notes, workspace_bytes: As in ``Predicted``.
+        source, estimated, notes, workspace_bytes, model: As in ``Predicted``.
         config: Its inputs are in the static buffers.
         once_seconds: Extra time of the first capture: tracing, loading kernels.
         largest: Elements of the largest graph whose cost is not extrapolated.
@@ -192,6 +192,7 @@ class GraphCosts:
     workspace_bytes = 0
     once_seconds = 0.0
     largest = math.inf
+    model: str | None = None
 
     def __init__(
         self,
@@ -356,6 +357,7 @@ class GraphCosts:
             source += " (no graph of the draft model)"
         costs = cls(keys, points, config, source=source, notes=notes)
         costs.estimated = True
+        costs.model = log.model
         return costs
 
     def of(self, keys: Sequence[Key]) -> Predicted:
@@ -384,6 +386,7 @@ class GraphCosts:
             estimated=self.estimated,
             notes=self.notes,
             extrapolated=extrapolated,
+            model=self.model,
         )
 
     def static_bytes(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from cgplan.config import Config
-from cgplan.errors import BudgetError, ReportError
+from cgplan.errors import BudgetError, ReportError, StepTimeError
 from cgplan.modes import RUNTIME_MODES
 from cgplan.planning import build_plan
 from cgplan.planning.build import ladder_sizes
@@ -363,6 +363,28 @@ def test_steps_run_in_the_graphs_of_the_start_before_them() -> None:
         True,
     )
     assert [*logged_steps(LOG.partition("\n")[2])] == []
+
+
+def test_steps_of_two_models_in_one_file_are_refused() -> None:
+    """A start without steps, or whose line does not name its model, contradicts nothing."""
+    first, other = LOG.replace("model='m'", "model='a/m'"), LOG.replace("model='m'", "model='b/n'")
+    unnamed = LOG.replace("model='m', ", "")
+    start = other.partition("(APIServer")[0]
+    alike = [*logged_steps(first + first)]
+    for text in (start + first + first, first + unnamed, unnamed + first):
+        assert [*logged_steps(text)] == alike
+    with pytest.raises(StepTimeError, match="the log has steps of a/m and of b/n"):
+        [*logged_steps(first + other)]
+
+
+def test_a_start_of_another_model_than_that_of_the_costs_is_told() -> None:
+    predicted = costs_of(LOG, config_of()).of(PLAN.keys)
+    plan = PLAN.changed(predicted=predicted)
+    told = "warning: the log is of b/n, the plan's costs of m"
+    for text, is_other in ((LOG, False), (LOG.replace("model='m'", "model='b/n'"), True)):
+        assert (told in started(text).said(plan)) is is_other
+        assert told not in started(text).said(PLAN)
+    assert told not in started(LOG.replace("model='m', ", "")).said(plan)
 
 
 def test_the_api_server_names_the_release_too() -> None:
