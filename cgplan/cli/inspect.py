@@ -20,7 +20,7 @@ from cgplan.errors import PlanError, PlanMismatchError, ReportError
 from cgplan.optimizer.subset import within_count
 from cgplan.planning import Plan, build_plan
 from cgplan.planning.engines import VllmConfig, describe_batches, emit, with_emission
-from cgplan.planning.vllm_log import FAR, MIB, StartLog
+from cgplan.planning.vllm_log import StartLog
 from cgplan.pricing.costs import GraphCosts, case_costs
 from cgplan.reports import load_plan, render
 from cgplan.reports.layout import (
@@ -120,10 +120,13 @@ def check_vllm(
     else:
         assert saved
         plan = load_plan(saved)
+    said = [
+        f"vLLM captures {plan.graph_words} in mode {plan.mode}, sizes in tokens: "
+        f"{describe_sizes(sorted({key.num_tokens for _, key in plan.keys}))}",
+        *describe_batches(plan),
+    ]
     others = list[str]()
-    said = list[str]()
     log = None
-    far = ""
     nbytes = 0
     if file:
         log = StartLog.parse(read_text(file, ReportError, _LOG))
@@ -138,26 +141,22 @@ def check_vllm(
                 remedy="Log standard error, too: vLLM's progress bars count them.",
             )
         others = [*log.of_other_options(plan)]
-        said = [*log.said(plan)]
-        nbytes = log.bytes
         predicted = plan.predicted
         if others and read:
-            said = [*others, *said]
+            said += others
             costs = GraphCosts.from_vllm_log(log, read.loaded.config, str(file))
             predicted = costs.of(plan.keys)
+        said += log.said(plan)
+        nbytes = log.bytes
         if predicted:
-            memory = format_bytes(predicted.total_bytes)
-            nbytes = predicted.total_bytes if others else log.bytes
-            if not others and log.bytes > FAR * predicted.total_bytes + 150 * MIB:  # left free
-                far = f"{saved}: the graphs took {format_bytes(nbytes)}, {memory} were predicted"
+            memory = predicted.total_bytes
             said.append(
-                f"predicted: {memory} and {predicted.seconds:.3g} s, by {predicted_by(predicted)}"
+                f"predicted: {format_bytes(memory)} and {predicted.seconds:.3g} s, "
+                f"by {predicted_by(predicted)}"
             )
-    head = (
-        f"vLLM captures {plan.graph_words} in mode {plan.mode}, "
-        f"sizes in tokens: {describe_sizes(sorted({key.num_tokens for _, key in plan.keys}))}"
-    )
-    typer.echo(wrapped("\n".join((head, *describe_batches(plan), *said))))
+            if others:
+                nbytes = memory
+    typer.echo(wrapped("\n".join(said)))
     for line in log.kv_cache(nbytes, utilization, gpu_gib) if log else ():
         typer.echo(wrapped(line))
     if read and read.lost:
@@ -166,8 +165,6 @@ def check_vllm(
             remedy="Give the sizes of batches as cudagraph_capture_sizes, in decode multiples of "
             f"{plan.query_len}, the largest included, and no max_cudagraph_capture_size.",
         )
-    if far:
-        raise PlanMismatchError(far, remedy=f"Plan again with --costs {file}.")
     if others and not read:
         emission = emit(plan, "vllm")
         typer.echo("\n".join((*emission.notes, emission.block)))
@@ -175,6 +172,8 @@ def check_vllm(
             f"{saved}: {others[0]}",
             remedy="Start vLLM with the options of the plan, the last lines above.",
         )
+    for far in log.overrun(plan) if log else ():
+        raise PlanMismatchError(f"{saved}: {far}", remedy=f"Plan again with --costs {file}.")
 
 
 def origin_rows(loaded: LoadedConfig, plan: Plan) -> list[Row]:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from re import findall, search
 from typing import Annotated, Any
@@ -51,14 +52,19 @@ PLAIN: dict[str, Any] = {  # the same help on every terminal
 
 
 class _Command(TyperCommand):
-    def parse_args(self, ctx: Any, args: Any) -> Any:
-        """Refuse a second file for an option that takes one: the last would count."""
-        given = self.make_parser(ctx).parse_args([*args])[2]
-        for option in given:
-            is_file = option.metavar in ("FILE", "SOURCE")
-            if is_file and given.count(option) > 1 and not option.multiple:
-                raise BadParameter(f"{option.opts[0]} is given twice: give it one file")
-        return super().parse_args(ctx, args)
+    def make_parser(self, ctx: Any) -> Any:
+        parser: Any = super().make_parser(ctx)
+        parser.parse_args = partial(_each_once, parser.parse_args)
+        return parser
+
+
+def _each_once(parse: Callable[..., Any], args: Any) -> Any:
+    """Refuse a second value for an option that takes one: the last would count."""
+    found = parse(args)
+    for option in found[2]:
+        if found[2].count(option) > 1 and not (option.multiple or option.is_flag):
+            raise BadParameter(f"{option.opts[0]} is given twice: give it once")
+    return found
 
 
 class _Plans(TyperGroup, _Command):

@@ -42,7 +42,6 @@ PerformanceMode = StrEnum("PerformanceMode", "balanced interactivity throughput"
 SpeculativeMethod = StrEnum(
     "SpeculativeMethod", "eagle eagle3 mtp deepseek_mtp ngram draft_model suffix custom_class"
 )
-SAME_METHOD = {"deepseek_mtp": "mtp"}  # as vLLM calls it
 Runner = StrEnum("Runner", "v1 v2")
 Objective = StrEnum("Objective", "robust mean worst")
 ModeChoice = StrEnum("ModeChoice", "keep best")
@@ -157,7 +156,8 @@ def goal(text: str) -> "Goal":
 def compilation_config(text: str) -> str:
     if text.startswith("-"):
         raise BadParameter(
-            f"JSON is missing before {text}: write --vllm '{{}}' {text}; leave out -O2, -O3"
+            f"JSON is missing before {text}: write --vllm '{{}}' "
+            f"{'alone, for -O2 and -O3' if text.startswith('-O') else text}"
         )
     return text
 
@@ -168,9 +168,9 @@ def yaml_file(text: str) -> Path:
     return Path(text)
 
 
-def memory(text: str) -> str:
-    if text.isdigit() and 0 < int(text) < 1024:
-        raise BadParameter(f"{text} bytes pay for no graph: give a unit, such as 2GiB, or none")
+def limit(text: str) -> str:
+    if text[-1:].isdigit():
+        raise BadParameter(f"{text} has no unit: write 2GiB or 30s")
     return "null" if text == "none" else text
 
 
@@ -360,9 +360,11 @@ class PlanRequest(Saved, Given):
     memory: str | None = option(
         "Short for --set budget.memory=2GiB; none: even more than the graphs asked for.",
         metavar="BYTES",
-        parser=memory,
+        parser=limit,
     )
-    capture_time: str | None = option("Short for --set budget.capture_time=30s.", metavar="TIME")
+    capture_time: str | None = option(
+        "Short for --set budget.capture_time=30s.", metavar="TIME", parser=limit
+    )
     emit: EngineName | None = option("Print the plan for an engine, and nothing else.")
     sglang: str | None = option("SGLang's options, as on its command line.", metavar="OPTIONS")
     assume_default_times: bool = flag(
@@ -501,7 +503,7 @@ class VllmOptions:
         options: dict[str, Any] = {}
         for name, value in vars(self).items():
             if name != "vllm" and value is not None and value is not False:
-                options[name] = SAME_METHOD.get(value, value)
+                options[name] = "mtp" if value == "deepseek_mtp" else value
         if self.vllm is not None:
             from cgplan.planning.engines import read_vllm
 

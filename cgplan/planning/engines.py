@@ -129,6 +129,8 @@ def read_vllm(
             "the speculative method was not given: graphs of a draft model, which eagle and mtp "
             "have, are not counted"
         )
+    if specialize_active_lora and max_loras is None:
+        notes.append("--specialize-active-lora: no adapter is counted without --max-loras")
     found = [
         *_overrides(asked, options),
         Override(f"compilation.key_rules=vllm_{runner}", "--runner"),
@@ -161,9 +163,8 @@ def read_vllm(
                 f"vLLM's sizes end at {sizes[-1]}, and on GPUs of compute capability 10.x (B200, "
                 f"GB200, B300) at {widest[-1]}: --blackwell"
             )
-    doubled = ""
-    if performance_mode == "throughput":
-        doubled = ", and --performance-mode throughput doubles it"
+    is_doubled = performance_mode == "throughput"
+    doubled = ", and --performance-mode throughput doubles it" if is_doubled else ""
     for name in ("max_num_seqs", "max_num_batched_tokens"):
         if options[f"scheduler.{name}"] is None:
             notes.append(

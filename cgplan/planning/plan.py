@@ -226,7 +226,7 @@ class Predicted(Record):
     estimated: bool
     notes: tuple[str, ...] = ()
     extrapolated: bool = False
-    model: str | None = None
+    model: str = ""
 
     @property
     def pool_bytes(self) -> int:

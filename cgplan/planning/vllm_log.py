@@ -133,7 +133,7 @@ class StartLog:
             advice=advised,
             version=version[1] if version else "",
             model=captures and captures[1],
-            mode=CUDAGraphMode.parse(captures[2]) if captures else None,
+            mode=captures and CUDAGraphMode.parse(captures[2]),
             sizes=tuple(json.loads(captures[3])) if captures else (),
             kv_token_bytes=round(kv_bytes),
             max_num_batched_tokens=int(["0", *bounds][-1]),
@@ -157,8 +157,9 @@ class StartLog:
     def of_other_options(self, plan: Plan) -> Iterator[str]:
         """A sentence, if the start had other graphs."""
         own = Counter({mode: count for mode, (count, _) in self.graphs.items()})
-        keys = (*plan.keys, *plan.draft_keys)
-        of_plan = [Counter(mode for mode, _ in found) for found in (plan.keys, keys)]
+        of_plan = [
+            Counter(mode for mode, _ in keys) for keys in (plan.keys, plan.keys + plan.draft_keys)
+        ]
         started = plan
         if self.sizes:
             tokens = max(*self.sizes, plan.max_num_batched_tokens)
@@ -170,14 +171,14 @@ class StartLog:
                 max_cudagraph_capture_size=None,
             )
             started = build_plan(config)
-        drafting = plan.settings.speculative
-        drafted = drafting.num_speculative_tokens
+        drafted = plan.query_len - 1
+        method = plan.settings.speculative.method or ""
         found = list[str]()
         if self.drafts not in (None, drafted):
             found.append(f"{counted(self.drafts, 'speculative token')}, not {drafted}")
         # eagle3 is one with eagle, ngram_gpu with ngram
-        elif self.method and not self.method.startswith((drafting.method or "")[:5]):
-            found.append(f"drafts of {self.method}, not {drafting.method}")
+        elif self.method and not self.method.startswith(method[:5]):
+            found.append(f"drafts of {self.method}, not {method}")
         if not found and {*started.keys} == {*plan.keys} and own in (Counter(), *of_plan):
             return
         graphs = counted(own.total() or started.num_graphs, "graph")
@@ -190,10 +191,11 @@ class StartLog:
                 found.append(f"{word} sizes {listed(sorted(sizes))}")
         if found:
             graphs += f" ({'; '.join(found)})"
-        configured = counted(len(plan.keys), "graph")
-        if plan.draft_keys:
-            configured += f" and {len(plan.draft_keys)} of the draft model"
-        yield f"the log is of a start with {graphs}, the configuration has {configured}"
+        drafts = f" and {len(plan.draft_keys)} of the draft model" if plan.draft_keys else ""
+        yield (
+            f"the log is of a start with {graphs}, the configuration has "
+            f"{counted(len(plan.keys), 'graph')}{drafts}"
+        )
 
     def said(self, plan: Plan) -> Iterator[str]:
         bound = self.max_num_batched_tokens
@@ -222,6 +224,15 @@ class StartLog:
             f"{fits:.0f} to stay within --gpu-memory-utilization {share:g}, {whole:.0f} to use the "
             "whole GPU"
         )
+
+    def overrun(self, plan: Plan) -> Iterator[str]:
+        """A sentence, if the graphs took far more memory than predicted."""
+        cost = plan.predicted
+        if cost and self.bytes > FAR * cost.total_bytes + 150 * MIB:  # left free
+            yield (
+                f"the graphs took {format_bytes(self.bytes)}, "
+                f"{format_bytes(cost.total_bytes)} were predicted"
+            )
 
     def kv_cache(
         self,

@@ -192,7 +192,7 @@ class GraphCosts:
     workspace_bytes = 0
     once_seconds = 0.0
     largest = math.inf
-    model: str | None = None
+    model = ""
 
     def __init__(
         self,
@@ -357,7 +357,7 @@ class GraphCosts:
             source += " (no graph of the draft model)"
         costs = cls(keys, points, config, source=source, notes=notes)
         costs.estimated = True
-        costs.model = log.model
+        costs.model = log.model or ""
         return costs
 
     def of(self, keys: Sequence[Key]) -> Predicted:

@@ -37,7 +37,7 @@ BOUNDS = ("--max-num-seqs", "64", "--max-num-batched-tokens", "2048")
 BOUNDS_SET = settings("scheduler.max_num_seqs=64", "scheduler.max_num_batched_tokens=2048")
 START = Path(__file__).parents[1] / "data" / "vllm_start.log"
 GIVEN = ("plan", "--vllm", "{}", *BOUNDS, "--traffic", "trace.csv", "--step-times", "times.csv")
-FEW = ("--max-num-batched-tokens", "64", "--max-num-seqs", "16")
+FEW = (*GIVEN[:3], "--max-num-batched-tokens", "64", "--max-num-seqs", "16", *GIVEN[-4:])
 
 
 @pytest.fixture(autouse=True)
@@ -332,7 +332,7 @@ def test_an_slo_that_the_most_graphs_miss_is_tried_with_doublings() -> None:
 
 def test_an_slo_that_nothing_holds_shows_the_nearest_plan_and_what_it_misses() -> None:
     goals = ("--slo", "tpot_p50=1us", "--slo", "ttft_p99=1us", "--slo", "step_p99=10s")
-    result = cgplan_command(*GIVEN, *FEW, "--max-graphs", "4", *goals)
+    result = cgplan_command(*FEW, "--max-graphs", "4", *goals)
     assert result.exit_code == errors.RegretError.exit_code
     assert "What requests get" in result.stdout
     told = unwrapped(result.stderr)
@@ -343,7 +343,7 @@ def test_an_slo_that_nothing_holds_shows_the_nearest_plan_and_what_it_misses() -
 
 def test_an_slo_that_graphs_change_nothing_of_leaves_the_plan_as_it_is(home: Path) -> None:
     (home / "times.csv").write_text(TIMES.format(piecewise=14000))
-    command = (*GIVEN, *FEW, "--mode", "keep", "--insurance", "0")
+    command = (*FEW, "--mode", "keep", "--insurance", "0")
     plain = plan_of(*command)
     result = cgplan_command(*command, "--slo", "step_p99=1us", "--json")
     assert result.exit_code == errors.RegretError.exit_code
@@ -411,7 +411,7 @@ def test_decisions_without_traffic_are_refused(option: str) -> None:
 )
 def test_the_fewest_graphs_of_one_size_are_told(options: str, fewest: int, drafts: int) -> None:
     both = json.dumps({"cudagraph_mode": "FULL_AND_PIECEWISE"})
-    command = ("plan", "--vllm", both, *GIVEN[3:], *FEW, *options.split())
+    command = ("plan", "--vllm", both, *FEW[3:], *options.split())
     for graphs in range(1, fewest):
         shown = refused(errors.BudgetError, *command, "--max-graphs", str(graphs))
         assert f"budget.max_graphs is {graphs}, and one size takes {fewest} graphs" in shown
@@ -424,18 +424,18 @@ def test_the_fewest_graphs_of_one_size_are_told(options: str, fewest: int, draft
 
 def test_a_mode_without_room_leaves_the_choice_to_others() -> None:
     drafted = ("--num-speculative-tokens", "3", "--speculative-method", "eagle")
-    plan = plan_of(*GIVEN, *drafted, *FEW, "--max-graphs", "3")
+    plan = plan_of(*FEW, *drafted, "--max-graphs", "3")
     assert plan.keys
     assert plan.num_graphs <= 3
     assert f"mode {plan.mode}, not FULL_AND_PIECEWISE: no graph of that fits" in decisions(plan)
-    refused(errors.BudgetError, *GIVEN, *drafted, *FEW, "--max-graphs", "1")
+    refused(errors.BudgetError, *FEW, *drafted, "--max-graphs", "1")
 
 
 def test_limits_that_only_a_useless_graph_keeps_are_refused() -> None:
     """Sizes below a request's 4 tokens have one graph, and no batch."""
     drafted = ("--num-speculative-tokens", "3", "--speculative-method", "eagle")
     both = json.dumps({"cudagraph_mode": "FULL_AND_PIECEWISE"})
-    command = ("plan", "--vllm", both, *GIVEN[3:], *drafted, *FEW, "--costs", str(START))
+    command = ("plan", "--vllm", both, *FEW[3:], *drafted, "--costs", str(START))
     told = r"and ([0-9.]+) s by --costs\s+remedy: Raise budget.capture_time to ([0-9.]+s) at least"
     shown = re.search(told, refused(errors.BudgetError, *command, "--capture-time", "1ms"))
     assert shown

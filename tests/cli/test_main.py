@@ -283,7 +283,7 @@ def target(name: str) -> tuple[str, ...]:
         ("ConfigError", (*PLAN, *set_to(report="{")), ["--set report: the value is not YAML"]),
         ("ConfigError", (*CAPTURE, "--device", "gpu"), ["error: --device: found 'gpu', expected auto"]),
         ("ConfigError", (*PLAN, "--max-graphs", "0", *set_to(budget__max_graphs="3")), ["--max-graphs: found 0, exp"]),
-        ("ConfigError", (*PLAN, "--memory", "0"), ["--memory: found 0, which pays for no graph; leave it out"]),
+        ("ConfigError", (*PLAN, "--memory", "0B"), ["--memory: found 0, which pays for no graph; leave it out"]),
         ("ConfigError", (*PLAN, "--speedup", "2"), ["no traffic was given"]),
         ("ConfigError", (*PLAN, "--step-times", "times.csv"), ["error: --step-times: no traffic was given"]),
         ("ConfigError", (*CAPTURE, *set_to(model="null")), ["good.yaml: there is no `model`"]),

@@ -1229,7 +1229,7 @@ def test_memory_binds_boxes(home: Path) -> None:
     for costs in ("estimate", "measure", "run.json"):
         free = Plan.from_json(good(*command, "--costs", costs).stdout)
         assert free.predicted is not None
-        limit = str(free.predicted.total_bytes - 1)
+        limit = f"{free.predicted.total_bytes - 1}B"
         bound = Plan.from_json(good(*command, "--costs", costs, "--memory", limit).stdout)
         assert bound.predicted is not None
         assert bound.predicted.total_bytes < free.predicted.total_bytes
@@ -1280,7 +1280,10 @@ def test_what_a_plan_of_several_sizes_refuses(home: Path) -> None:
         ("vllm check a/b", "leave out the rest and the model"),
         ("plan -cc.cudagraph_mode=FULL", "-cc.cudagraph_mode=FULL is vLLM's: give --vllm JSON"),
         ("plan --vllm {} --speculative-method medusa", "--speculative-method': 'medusa' is not"),
-        ("plan --vllm {} --memory 2", "2 bytes pay for no graph: give a unit"),
+        ("plan --vllm {} --memory 2", "2 has no unit: write 2GiB or 30s"),
+        ("plan --vllm {} --memory 2147483648", "2147483648 has no unit: write 2GiB or 30s"),
+        ("plan --vllm {} --capture-time 3", "3 has no unit: write 2GiB or 30s"),
+        ("plan --vllm {} --capture-time 1.5", "1.5 has no unit: write 2GiB or 30s"),
         ("plan p.json", "Of a saved plan: `cgplan inspect FILE`, or `cgplan plan check FILE`"),
         ("plan --vllm {} --cudagraph-capture-sizes 1 2", "keys of its --compilation-config"),
         ("vllm check --gpu-memory-utilization 0.9", "without --log"),
@@ -1313,7 +1316,7 @@ def test_what_a_plan_of_several_sizes_refuses(home: Path) -> None:
             "plan --vllm {} --kv-cache-tokens 37,3344",
             "'37,3344' is no whole number from 1, such as 16000",
         ),
-        ("vllm check --vllm -O3", "write --vllm '{}' -O3; leave out -O2, -O3"),
+        ("vllm check --vllm -O3", "before -O3: write --vllm '{}' alone, for -O2 and -O3"),
         ("plan --vllm {} --model a/b", "leave out the rest and the model"),
         ("plan --vllm {} --kv-cache-tokens 0", "'0' is no whole number from 1"),
     ],
@@ -1365,18 +1368,27 @@ def test_a_plan_is_neither_traffic_nor_step_times(
     assert said in refused(error, *given)
 
 
-def test_an_option_of_one_file_is_given_once(home: Path) -> None:
+def test_an_option_of_one_value_is_given_once(home: Path) -> None:
     command = use_traffic(home)
     assert command[-2] == "--step-times"
     traffic = command[command.index("--traffic") :][:2]
     good(*command, *traffic, "--set", "scheduler.max_num_seqs=8", "--set", "device=cpu")
+    good(*command, "--verbose", "-v")
     twice = [*command, *command[-2:]]
     costs = [*command, "--costs", "a", "--costs", "estimate"]
     logs = ("vllm", "check", "--log", str(START), "--log", str(START))
-    for again, name in ((twice, "--step-times"), (costs, "--costs"), (logs, "--log")):
+    number = ("plan", "good.yaml", "--max-graphs", "2", "--max-graphs=2")
+    seqs = ("vllm", "check", "--max-num-seqs", "8", "--max-num-seqs", "16")
+    for again, name in (
+        (twice, "--step-times"),
+        (costs, "--costs"),
+        (logs, "--log"),
+        (number, "--max-graphs"),
+        (seqs, "--max-num-seqs"),
+    ):
         result = cgplan_command(*again)
         assert result.exit_code == 2
-        assert f"{name} is given twice: give it one file" in unwrapped(result.stderr)
+        assert f"{name} is given twice: give it once" in unwrapped(result.stderr)
 
 
 def test_a_log_without_steps_is_no_step_times(home: Path) -> None:

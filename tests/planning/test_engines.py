@@ -511,6 +511,15 @@ def test_a_runner_without_the_speculative_method_is_refused() -> None:
         read("{}", runner="v2", num_speculative_tokens=3, speculative_method="suffix")
 
 
+def test_specialized_adapters_without_their_number_are_told() -> None:
+    told = "--specialize-active-lora: no adapter is counted without --max-loras"
+    for most in (None, 4):
+        found = read("{}", specialize_active_lora=True, max_loras=most)
+        assert (told in found.notes) is (most is None)
+        assert (found.loaded.config.lora is None) is (most is None)
+    assert told not in read("{}").notes
+
+
 def test_graphs_of_a_draft_model_are_those_of_eagle_and_mtp() -> None:
     for method, has_drafts in (
         ("eagle", True),
