@@ -155,7 +155,7 @@ class StartLog:
             )
 
     def of_other_options(self, plan: Plan) -> Iterator[str]:
-        """A sentence, if the start had other graphs."""
+        """A sentence, if the start had other graphs or drafts."""
         own = Counter({mode: count for mode, (count, _) in self.graphs.items()})
         of_plan = [
             Counter(mode for mode, _ in keys) for keys in (plan.keys, plan.keys + plan.draft_keys)
