@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import decoder
@@ -212,3 +219,77 @@ def test_inductor_behind_an_operator_with_another_layout_than_its_trace() -> Non
     for rows in (1, 3, 8):
         x = torch.randn(rows, 8, device=backend.device)
         torch.testing.assert_close(runner(x=x), model(x), rtol=1e-5, atol=1e-5)
+
+
+COMPILING = """
+import sys, time
+import torch
+import cgplan
+from torch._inductor.async_compile import AsyncCompile
+
+def many(x):
+    total = x[:, :1]
+    for width in range(2, 40):  # a kernel each
+        total = total + torch.softmax(x[:, :width].sin(), -1).square().cumsum(-1)[:, -1:]
+    return total
+
+if sys.argv[1] == "cuda":
+    inputs = {"x": cgplan.Input(shape=("num_tokens", 64), dtype="float32", pad=0)}
+    settings = {"cudagraph_capture_sizes": [1, 2, 4], "cudagraph_mode": "FULL", "compiler": "inductor"}
+    cgplan.capture(many, inputs, compilation=settings, device="cuda")
+else:  # no kernels of Triton: jobs that take as long
+    from pathlib import Path
+    workers = AsyncCompile.process_pool()
+    workers.submit(Path(sys.argv[2], "begun").touch)
+    jobs = [workers.submit(time.sleep, 600) for _ in range(2)]
+    [job.result() for job in jobs]
+"""
+
+
+def running(session: int) -> list[int]:
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, _, _, its_session = stat.read_text().rpartition(")")[2].split()[:4]
+            if int(its_session) == session and state != "Z":
+                found.append(int(stat.parent.name))
+    return found
+
+
+@pytest.mark.parametrize(
+    "how", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.gpu)]
+)
+def test_a_process_killed_while_it_compiles_leaves_no_child(
+    backend: GraphBackend, tmp_path: Path, how: signal.Signals
+) -> None:
+    kernels = tmp_path / "kernels"
+    kernels.mkdir()
+    program = tmp_path / "compiling.py"
+    program.write_text(COMPILING)
+    process = subprocess.Popen(
+        [sys.executable, program, backend.device.type, kernels],
+        env={
+            **os.environ,
+            "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),
+            "TORCHINDUCTOR_COMPILE_THREADS": "2",
+            "TRITON_CACHE_DIR": str(kernels),
+        },
+        start_new_session=True,
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while not any(kernels.iterdir()):
+            assert process.poll() is None, "it ended before it compiled"
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert len(running(process.pid)) > 2, "with workers"
+        process.send_signal(how)
+        assert process.wait() == -how
+        deadline = time.monotonic() + 30
+        while running(process.pid):
+            assert time.monotonic() < deadline, "children stay"
+            time.sleep(0.1)
+    finally:
+        for left in running(process.pid):
+            os.kill(left, signal.SIGKILL)
+        process.wait()
