@@ -444,7 +444,7 @@ def _floor_rows(report: BenchReport | DoctorReport) -> Iterator[Fact]:
         each = format_microseconds(found.kernel_us)
         yield "floor", f"{read} of weights at {rate}/s, {each} for each kernel, both measured"
     elif not report.capture.environment.is_tape:
-        yield "floor", "not measured, which takes 1 GiB of free GPU memory"
+        yield "floor", "not measured, which takes an idle GPU with 512 MiB free"
 
 
 def floor(report: BenchReport | DoctorReport) -> Grid | None:

@@ -1,9 +1,16 @@
 """What of a step runs inside graphs, and what a replay cannot be faster than."""
 
+from contextlib import closing
+from typing import Any
+
+import pytest
 import torch
+from pieces import open_runner
 
 import cgplan
-from cgplan.backends import GraphBackend
+from cgplan.backends import GraphBackend, select_backend
+from cgplan.backends.tape import TapeBackend
+from cgplan.measure.bench import floor_of
 from cgplan.measure.doctor import check_up
 from cgplan.reports import render_text
 from cgplan.reports.records import FloorRecord
@@ -30,3 +37,41 @@ def test_a_check_up_has_the_floor_of_its_keys(backend: GraphBackend) -> None:
         assert nodes is not None
         assert f"{nodes * 0.5:.0f}ns" in table or f"{nodes * 0.5:.2f}us" in table
         runner.close()
+
+
+def open_small() -> cgplan.GraphRunner:
+    backend = select_backend("cpu")
+    return open_runner(backend, lambda x: x * 2, cudagraph_mode="FULL")
+
+
+def test_the_floor_is_left_out_without_memory_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **options: object) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    with closing(open_small()) as runner:
+        monkeypatch.setattr(TapeBackend, "is_tape", False)
+        monkeypatch.setattr("cgplan.measure.bench.COPIED_BYTES", 1 << 20)
+        monkeypatch.setattr(torch, "zeros", refuse)
+        assert floor_of(runner) is None
+
+
+@pytest.mark.parametrize("busy", [None, 0, 1])
+def test_the_floor_is_left_out_on_a_busy_device(
+    monkeypatch: pytest.MonkeyPatch, busy: int | None
+) -> None:
+    """``busy``: during the copies, or the kernels."""
+    rounds = list[Any]()
+
+    def times(*args: object, **options: object) -> Any:
+        rounds.append([1000.0] * 4 + [(2100.0 if len(rounds) == busy else 1900.0)] * 6)
+        return rounds[-1], []
+
+    with closing(open_small()) as runner:
+        monkeypatch.setattr(TapeBackend, "is_tape", False)
+        monkeypatch.setattr("cgplan.measure.bench.COPIED_BYTES", 1 << 20)
+        monkeypatch.setattr(TapeBackend, "time_calls", times)
+        floor = floor_of(runner)
+    assert (floor is None) == (busy is not None)
+    if floor is not None:
+        assert floor.kernel_us == 1.9
+        assert floor.bytes_per_us == pytest.approx((2 << 20) / 1900)

@@ -273,7 +273,7 @@ def test_a_bench_says_what_no_replay_can_be_faster_than() -> None:
     assert isinstance(report, BenchReport)
     said = render_text(report)
     assert "cannot be faster" not in said
-    assert "not measured, which takes 1 GiB of free GPU memory" in said
+    assert "not measured, which takes an idle GPU with 512 MiB free" in said
     floor = FloorRecord(weight_bytes=2_000_000, bytes_per_us=1_000.0, kernel_us=1.5)
     text = render_text(report.model_copy(update={"floor": floor}))
     title, table = text.split("What a replay cannot be faster than")
