@@ -305,12 +305,17 @@ class Tuned(nn.Module):
 
 
 @pytest.mark.parametrize("keeps", ["", "attribute"])
-def test_a_capture_that_fails_without_a_warm_up_has_one(backend: GraphBackend, keeps: str) -> None:
+@pytest.mark.parametrize("warm_ups", ["auto", 0])
+def test_a_capture_that_fails_without_a_warm_up_has_one(
+    backend: GraphBackend, keeps: str, warm_ups: Any
+) -> None:
     """An attribute that the failed capture bound is put back, and holds no memory of its pool."""
     model = Tuned(keeps).eval()
-    runner = open_runner(backend, model)
+    runner = open_runner(backend, model, cudagraph_num_of_warmups=warm_ups)
     assert not without_warm_up(runner)
-    assert "needs the host" in str(runner.report.started_again)
+    said = " ".join(str(runner.report).split())
+    assert "warm-ups for all keys, captured again: without one, capture of FULL size=8" in said
+    assert "needs the host" in said
     serves_right(backend, runner, model, 3)
 
 

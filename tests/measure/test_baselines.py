@@ -27,6 +27,7 @@ from cgplan.measure.baselines import (
 from cgplan.measure.bench import bench, examples
 from cgplan.reports import BenchReport, render_text
 from cgplan.reports.records import BASELINE_NAMES, BaselineRecord
+from cgplan.reports.run_tables import FLOOR
 from cgplan.runner.session import CaptureSession
 
 pytestmark = pytest.mark.usefixtures("quiet_collector")
@@ -129,8 +130,14 @@ def test_each_way_gives_the_models_numbers_and_the_runner_lives_on(
     torch._dynamo.reset()
     model = net(backend)
     runner = open_runner(backend, model, **options)
+    weights = runner.graphs.facts.weight_bytes
     report = bench(runner, against=("bare", "eager"), seed=5)
     peers = report.peers
+    assert runner.graphs.facts.weight_bytes == weights  # captured again
+    assert (report.floor is None) == backend.is_tape
+    if report.floor is not None:
+        assert report.floor.weight_bytes == weights
+        assert FLOOR in render_text(report)
     assert peers is not None
     assert [way.name for way in peers.ways] == ["cgplan", "bare", "eager"]
     assert [(r.name, r.num_tokens) for r in peers.records] == [

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -495,3 +497,37 @@ def test_a_way_whose_numbers_are_not_those_of_eager_code_is_left_out(
         )
         found = [runner(x=x), runner(x=x)]  # the looks turned it, too
         same(found, [x.abs(), x.neg()] if found[0].min() >= 0 else [x.neg(), x.abs()])
+
+
+class Rounds(nn.Module):
+    """Whole numbers for the model's own code; inductor joins the operators, and rounds once."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ((x.bfloat16() + 256) - 256).float()
+
+
+@pytest.mark.gpu
+def test_a_faster_way_that_is_left_out_is_told_with_the_settings_that_accept_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    as_timed(monkeypatch, 3.0, 9.0)
+    inputs = {"x": Input(shape=("num_tokens", 4), dtype="float32", pad=0)}
+    sizes = {"cudagraph_capture_sizes": [1, 2, 4, 8]}
+    model = Rounds().eval()
+    with closing(
+        cgplan.capture(
+            model, inputs, compilation={"cudagraph_mode": "AUTO", **sizes}, device="cuda"
+        )
+    ) as runner:
+        notes = runner.plan.notes
+        assert (runner.plan.mode, runner.config.compilation.compiler) == (FULL, "eager")
+    (note,) = [note for note in notes if "FULL with inductor left out" in note]
+    assert re.search(r"at \d tokens: output .*, in \d+\.\d% of its elements; ", note)
+    assert "against eager steps 9x at 1" in note
+    settings, _ = json.JSONDecoder().raw_decode(note[note.index("{") :])
+    taken = cgplan.capture(model, inputs, compilation={**settings, **sizes}, device="cuda")
+    with closing(taken) as runner, torch.no_grad():
+        assert runner.config.compilation.compiler == "inductor"
+        x = torch.full((3, 4), 1.25, device="cuda")
+        same(runner(x=x), x)
+        same(model(x), torch.full_like(x, 2))
