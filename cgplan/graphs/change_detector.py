@@ -24,6 +24,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+from torch._C._dynamo.guards import TensorGuards
 
 from cgplan.backends.context import AddressPolicy
 from cgplan.buffers.batch import never
@@ -38,7 +39,7 @@ _WITHOUT_WATCHER = (40, 128, 128)
 _DEALLOCATED = 5
 _address_of = torch._C.TensorBase.data_ptr
 _requires_grad = attrgetter("requires_grad")
-_Compared = tuple[Any, Any, Any, Traits | None]  # container, key, value, traits
+_Compared = list[Any]  # container, key, value, traits, guard
 _flags: dict[int, list[list[bool]]] = {}  # by the address of a dict or class
 _lock = threading.RLock()  # of flags and what is watched: a watch may be closed by a collection
 
@@ -176,12 +177,13 @@ class ChangeDetector:
         others = list[_Compared]()
         containers = list[_Compared]()
         for place in counted:
-            compared = (
+            compared = [
                 place.container,
                 place.key,
                 place.value,
                 place.traits,
-            )
+                never,
+            ]
             self._all.append(compared)
             container = place.container
             if type(container) is InClass:
@@ -194,7 +196,7 @@ class ChangeDetector:
             elif not is_reported:
                 others.append(compared)
         for extent in extents:
-            compared = extent, 0, extent.length, None
+            compared = [extent, 0, extent.length, None, never]
             self._all.append(compared)
             # nothing reports another class or order
             has_order = extent.base is not dict and extent.length > 1
@@ -203,7 +205,7 @@ class ChangeDetector:
                 containers.append(compared)
         for stateful in record.stateful:
             if self._is_whole and (at_once or stateful.is_small):
-                others.append((Via(stateful, _state), 0, stateful.state, None))
+                others.append([Via(stateful, _state), 0, stateful.state, None, never])
         most = _WITH_WATCHER if is_told else _WITHOUT_WATCHER
         self._most_tensors = most[0]
         turns = list[Iterator[Iterable[_Compared]]]()
@@ -336,11 +338,18 @@ def _with_those_above(
 
 def _holds(compared: Iterable[_Compared]) -> bool:
     try:
-        for container, key, value, traits in compared:
+        for each in compared:
+            container, key, value, traits, is_alike = each
             if container[key] is not value:
                 return False
-            if traits is not None and not traits.fit(value):
+            if traits is None or is_alike(value):
+                continue
+            if traits != Traits.of(value):
                 return False
+            guards = TensorGuards(  # type: ignore[misc]
+                value, dynamic_dims_sizes=None, dynamic_dims_strides=None
+            )
+            each[-1] = guards.check  # of this autocast and inference mode
     except (LookupError, AttributeError, ValueError, TypeError, RuntimeError):
         return False
     return True

@@ -79,20 +79,6 @@ class Traits(NamedTuple):
             tensor.is_neg(),
         )
 
-    def fit(
-        self,
-        tensor: torch.Tensor,
-    ) -> bool:
-        """A dense one."""
-        dtype, shape, strides, is_conj, is_neg = self
-        return (
-            tensor.stride() == strides
-            and tensor.shape == shape
-            and tensor.dtype is dtype
-            and tensor.is_conj() is is_conj
-            and tensor.is_neg() is is_neg
-        )
-
     def __str__(self) -> str:
         bits = " conjugated" * self.is_conj + " negated" * self.is_neg
         return f"{self.dtype} {list(self.shape)} with strides {list(self.strides)}{bits}"
@@ -152,7 +138,7 @@ class Place:
         before = self.traits
         if before is None:
             return None
-        if now.layout is not torch.strided or not before.fit(now):
+        if now.layout is not torch.strided or Traits.of(now) != before:
             later = Traits.of(now)
             return Change(
                 self.path,

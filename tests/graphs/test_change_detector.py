@@ -9,7 +9,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -202,6 +202,26 @@ def test_where_all_is_compared_at_once_the_next_call_sees_each_change(name: str,
     assert watch.holds()
     (TOLD | UNTOLD)[name][0](model)
     assert not watch.holds()
+
+
+def test_calls_in_other_modes_of_torch_see_the_same(way: str) -> None:
+    model = Model()
+    watch = watch_of(model, at_once=True)
+    modes: list[Callable[[], Any]] = [
+        nullcontext,
+        torch.inference_mode,
+        torch.no_grad,
+        lambda: torch.autocast("cpu"),
+    ]
+    for enter in (*modes, *modes):
+        with enter():
+            assert watch.holds()
+    weight: Any = model.layers[3].weight
+    for is_same in (False, True):
+        weight.data = weight.data.t()
+        for enter in modes:
+            with enter():
+                assert watch.holds() == is_same
 
 
 @torch.no_grad()
