@@ -434,6 +434,46 @@ def test_running_out_of_memory_on_the_way_keeps_what_was_captured(warm_ups: Any,
     check_report(runner)
 
 
+class WithoutInstances(TapeBackend):
+    """A driver without memory to instantiate the graph of one capture."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.left = at
+
+    def end(self, graph: Any) -> None:
+        self.left -= 1
+        if self.left:
+            super().end(graph)
+            return
+        self.abort(graph)
+        raise CaptureMemoryError("no memory to instantiate a graph", remedy="Capture fewer sizes.")
+
+
+@pytest.mark.parametrize("at", [1, 2, 5])
+def test_without_memory_to_instantiate_a_graph_all_memory_is_given_back(at: int) -> None:
+    backend = WithoutInstances(at)
+    before = reserved(backend)
+    said = f"capture of FULL size={SIZES[-at]} .*: no memory to instantiate a graph"
+    with pytest.raises(CaptureMemoryError, match=said):
+        open_runner({}, backend=backend)
+    assert reserved(backend) == before
+    runner = open_runner({}, backend=backend)
+    assert captured_sizes(runner) == [16, 8, 4, 2, 1]
+    check_numbers(runner)
+
+
+@pytest.mark.parametrize(("at", "kept"), [(1, [8, 4, 2, 1]), (3, [16, 8])])
+def test_a_budget_keeps_the_graphs_beside_one_that_cannot_be_instantiated(
+    at: int, kept: list[int]
+) -> None:
+    runner = open_runner({"memory": "1GiB"}, backend=WithoutInstances(at))
+    assert captured_sizes(runner) == kept
+    assert [stop.limit for stop in budget_of(runner).stops] == ["device memory"]
+    check_numbers(runner)
+    check_report(runner)
+
+
 class IsBusy(RunsOut):
     """A flag that a run turns off again, unless it fails."""
 
