@@ -499,6 +499,19 @@ def test_a_way_whose_numbers_are_not_those_of_eager_code_is_left_out(
         same(found, [x.abs(), x.neg()] if found[0].min() >= 0 else [x.neg(), x.abs()])
 
 
+@pytest.mark.gpu
+def test_a_model_of_products_alone_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    as_timed(monkeypatch, 3.0)
+    model = nn.Linear(4096, 4096, bias=False).cuda().eval().requires_grad_(False)
+    inputs = {"input": Input(shape=("num_tokens", 4096), dtype="float32", pad=0)}
+    settings = {"cudagraph_mode": "AUTO", "cudagraph_capture_sizes": [1, 8]}
+    with closing(cgplan.capture(model, inputs, compilation=settings, device="cuda")) as runner:
+        assert runner.config.compilation.compiler == "eager"
+        said = "FULL with inductor not tried: kernels that it can join take "
+        (note,) = [note for note in runner.plan.notes if said in note]
+        assert re.search(r"take [01]\.\d% of a step$", note)
+
+
 class Rounds(nn.Module):
     """Whole numbers for the model's own code; inductor joins the operators, and rounds once."""
 
