@@ -22,6 +22,7 @@ from cgplan.reports.records import (
 )
 from cgplan.runner.runner import GraphRunner
 
+Progress = Callable[[int, int, str], None]
 COPIED_BYTES = 256 << 20
 KERNELS = 1000
 MEDIANS = "eager", "graph", "replay"
@@ -32,7 +33,7 @@ UNSURE = 2  # times the fastest call, for a median
 def bench(
     runner: GraphRunner,
     *,
-    progress: Callable[[int, int, str], None] | None = None,
+    progress: Progress | None = None,
     against: Sequence[str] = (),
     seed: int | None = None,
 ) -> BenchReport:
@@ -55,30 +56,14 @@ def bench(
         raise ConfigError(
             "bench --against needs inputs where only rows vary", remedy="Leave --against out."
         )
-    batches = list[BenchBatch]()
-    first = list[BenchBatch]()
-    for box in _boxes(runner):
-        found = examples(runner, *box)
-        batches += found
-        first.append(found[0])
-    repeats = runner.config.report.repeats
-    rounds = min(MOST_ROUNDS, repeats)
-    turns = list(product(range(rounds), batches))
-    for index, (number, batch) in enumerate(turns):
-        name = f"{batch.size} tokens"
-        if progress:
-            progress(index, len(turns), name)
-        try:
-            _take_turn(runner, batch, len(range(number, repeats, rounds)))
-        except Exception as error:
-            raise_caused(explain_eager_failure(error, name), error)
-    records = tuple(_record(runner, batch) for batch in batches)
+    by_box = [examples(runner, *box) for box in _boxes(runner)]
+    records = latencies(runner, by_box, progress)
     report = runner.report  # before baselines change it
     peers = None
     if against:
         peers = bench_baselines(
             runner,
-            first,
+            [batches[0] for batches in by_box],
             against,
             seed=seed,
             progress=progress,
@@ -86,11 +71,34 @@ def bench(
     return BenchReport(
         environment=runner.backend.environment(runner.plan.config_hash),
         capture=report,
-        repeats=repeats,
+        repeats=runner.config.report.repeats,
         records=records,
         floor=floor_of(runner),
         peers=peers,
     )
+
+
+def latencies(
+    runner: GraphRunner,
+    by_box: Sequence[list[BenchBatch]],
+    progress: Progress | None = None,
+) -> tuple[BenchRecord, ...]:
+    batches = list[BenchBatch]()
+    for found in by_box:
+        batches += found
+    repeats = runner.config.report.repeats
+    rounds = min(MOST_ROUNDS, repeats)
+    turns = list(product(range(rounds), batches))
+    for index, (number, batch) in enumerate(turns):
+        name = f"{batch.size} tokens"
+        if progress:
+            progress(index, len(turns), name)
+        share = len(range(number, repeats, rounds))
+        try:
+            _take_turn(runner, batch, share)
+        except Exception as error:
+            raise_caused(explain_eager_failure(error, name), error)
+    return tuple(_record(runner, batch) for batch in batches)
 
 
 def floor_of(runner: GraphRunner) -> FloorRecord | None:
@@ -207,12 +215,20 @@ def _take_turn(runner: GraphRunner, batch: BenchBatch, repeats: int) -> None:
     if runner.config.compilation.is_lazy:
         runner(**call)  # captures its graph
     route = runner.route(batch.tensors, **batch.options)
-    ways = {"eager": partial(runner.run_eagerly, padded=False, **call)}
+    eager = partial(runner.run_eagerly, padded=False, **call)
+    ways: dict[str, Callable[[], object]] = {"eager": eager}
+    entry = None
     if route.mode is not CUDAGraphMode.NONE:
         ways["graph"] = ways["graph_queued"] = partial(runner, **call)
-    captured = runner.graph(route.mode, route.descriptor)
-    if captured is not None:
-        ways["replay"] = ways["replay_queued"] = partial(runner.backend.replay, captured)
+        entry = runner.graphs.entry((route.mode, route.descriptor))
+    if entry is not None:
+        replays = [runner.backend.replay_of(graph) for graph in entry.segments]
+
+        def replay() -> None:
+            for run in replays:
+                run()
+
+        ways["replay"] = ways["replay_queued"] = replay
     for name, way in ways.items():
         queued = name.endswith("queued")
         with torch.no_grad():

@@ -2,60 +2,43 @@
 
 from collections import Counter
 from collections.abc import Callable
-from statistics import median
 from typing import Any
 
 from cgplan.backends import GraphBackend
 from cgplan.captures.failures import drop_locals, explain_eager_failure, raise_caused
 from cgplan.captures.model_graphs import ModelGraphs
 from cgplan.config import Config
-from cgplan.measure.bench import floor_of
+from cgplan.measure.bench import examples, floor_of, latencies
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning import build_plan
-from cgplan.reports.records import CoverageRecord, DoctorReport, SplitRecord
+from cgplan.reports.records import DoctorReport, SplitRecord
 from cgplan.runner.auto import timed_keys
-from cgplan.runner.replan import REPEATS, on_padding, time_on_padding
+from cgplan.runner.replan import on_padding
 from cgplan.runner.runner import GraphRunner
 
 
 def check_up(runner: GraphRunner) -> DoctorReport:
-    """For a few keys on padding; medians in microseconds."""
-    graphs = runner.graphs
-    rows = list[CoverageRecord]()
+    """For a few sizes."""
+    boxes = {descriptor.box for _, descriptor in timed_keys(runner)}
+    by_box = [examples(runner, *box) for box in sorted(boxes)]
+    measured = latencies(runner, by_box)
+    records = [record for record in measured if record.graph]
     outside = Counter[str]()
-    for key, (eager, replays) in time_on_padding(graphs, timed_keys(runner)).items():
-        entry = graphs.entry(key)
-        step = median(replays)
-        if entry is None:  # the model's own code runs between its graphs
+    for record in records:
+        entry = runner.graphs.entry(record.key)
+        if entry is None:
             continue
-        inside = step
         if entry.eager_pieces:
             outside.clear()
             for piece in entry.graph.eager_pieces:
                 place = f"{piece.name}, at {piece.line}"
                 outside[place] += 1
-            rounds = list[float]()
-            segments = [graphs.backend.replay_of(graph) for graph in entry.segments]
-            with on_padding(graphs) as rehearsal:
-                rehearsal.look(key)
-                for _ in range(REPEATS):
-                    rehearsal.put_back.rewind()
-                    times = [graphs.backend.time_calls(run, 1)[0][0] for run in segments]
-                    rounds.append(sum(times))
-            inside = min(median(rounds), step)
-        rows.append(
-            CoverageRecord(
-                mode=key[0],
-                descriptor=key[1],
-                step_us=step,
-                eager_us=median(eager),
-                inside_us=inside,
-            )
-        )
     return DoctorReport(
+        environment=runner.backend.environment(runner.plan.config_hash),
         capture=runner.report,
-        floor=floor_of(runner) if rows else None,
-        rows=tuple(rows),
+        repeats=runner.config.report.repeats,
+        records=tuple(records),
+        floor=floor_of(runner) if records else None,
         outside=dict(outside.most_common()),
     )
 

@@ -39,6 +39,7 @@ from cgplan.reports.records import (
     Beside,
     CaptureReport,
     DoctorReport,
+    LatencyReport,
     PointerReport,
     WatchReport,
 )
@@ -238,7 +239,7 @@ def _of_bench(report: BenchReport) -> Iterator[Section]:
     if report.records:
         yield Section(
             "Latency",
-            "From an idle device until it has finished: eager, the runner's call, the graph alone.",
+            "From an idle device until it has finished: eager, the runner's call, graphs alone.",
             latencies(report),
             [chart("lines", "Latency by batch size", "tokens", "eager median", *both)],
         )
@@ -246,7 +247,7 @@ def _of_bench(report: BenchReport) -> Iterator[Section]:
     if waiting:
         yield Section(
             QUEUED,
-            "Time of each: the runner's call, and the graph alone.",
+            "Time of each: the runner's call, and graphs alone.",
             waiting,
             [chart("lines", "Time of each call", "tokens", *both)],
         )
@@ -266,7 +267,7 @@ def _of_bench(report: BenchReport) -> Iterator[Section]:
 
 @sections_of.register
 def _of_doctor(report: DoctorReport) -> Iterator[Section]:
-    if report.rows:
+    if report.records:
         yield Section(
             "Steps",
             "The model's own code, and a step with graphs.",
@@ -288,7 +289,7 @@ def _plan(plan: Plan) -> Iterator[Section]:
         yield _start_up(plan.keys, seconds)
 
 
-def _floor(report: BenchReport | DoctorReport) -> Iterator[Section]:
+def _floor(report: LatencyReport) -> Iterator[Section]:
     least = floor(report)
     if least:
         yield Section(

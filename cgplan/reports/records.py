@@ -13,7 +13,7 @@ from cgplan.config.load import read_text
 from cgplan.config.messages import first_problem
 from cgplan.config.values import TAPE, Record
 from cgplan.errors import BudgetError, ConfigError, ReportError
-from cgplan.modes import BatchDescriptor, Key
+from cgplan.modes import BatchDescriptor, CUDAGraphMode, Key
 from cgplan.optimizer.evidence import PlanCheck
 from cgplan.planning import Plan
 from cgplan.planning.difference import PlanDifference
@@ -384,7 +384,8 @@ class Timing(Record):
 class BenchRecord(KeyRecord):
     """A batch size, eager, by the runner, and as a bare replay; None: no graph.
 
-    Queued: without waits between calls. Host: until the call returned.
+    Queued: without waits between calls. Host: until the call returned. Replay of PIECEWISE: its
+    segments, without eager pieces.
     """
 
     num_tokens: int  # unpadded
@@ -410,6 +411,15 @@ class BenchRecord(KeyRecord):
         if self.graph is None or self.unsure:
             return None
         return self.eager.median / self.graph.median
+
+    @property
+    def inside(self) -> float | None:
+        """Share of a step inside graphs, 0 to 1; None where not known or not to be trusted."""
+        if self.mode is CUDAGraphMode.FULL:
+            return 1.0
+        if self.graph is None or self.replay is None or self.unsure:
+            return None
+        return min(self.replay.median / self.graph.median, 1.0)
 
     @property
     def is_slower(self) -> bool:
@@ -489,35 +499,25 @@ class FloorRecord(Record):
         return self.weight_bytes / self.bytes_per_us
 
 
-class BenchReport(SavedReport):
-    """Latency by batch size."""
-
-    kind: Literal["bench"] = "bench"
+class LatencyReport(SavedReport):
     environment: Environment
     capture: CaptureReport
     repeats: int
     records: tuple[BenchRecord, ...]
     floor: FloorRecord | None = None
+
+
+class BenchReport(LatencyReport):
+    """Latency by batch size."""
+
+    kind: Literal["bench"] = "bench"
     peers: BaselinesRecord | None = None
 
 
-class CoverageRecord(KeyRecord):
-    eager_us: float
-    step_us: float
-    inside_us: float
-
-    @property
-    def inside(self) -> float:
-        """Share of the step inside graphs, 0 to 1."""
-        return self.inside_us / self.step_us
-
-
-class DoctorReport(SavedReport):
+class DoctorReport(LatencyReport):
     kind: Literal["doctor"] = "doctor"
-    capture: CaptureReport
-    rows: tuple[CoverageRecord, ...]
+    schema_version: int = 2
     outside: dict[str, int]
-    floor: FloorRecord | None = None
 
 
 Way = Literal["proposed", "exchanged", "new generation", "new buffers"]

@@ -41,6 +41,7 @@ from cgplan.reports.records import (
     CaptureReport,
     DoctorReport,
     Environment,
+    LatencyReport,
     OwnerRecord,
     PointerReport,
     RankRecord,
@@ -345,7 +346,7 @@ def _bench(report: BenchReport) -> RenderableType:
     )
 
 
-def gain(report: BenchReport) -> str:
+def gain(report: LatencyReport) -> str:
     cost = " ".join([ready(report.capture), *unsure(report)])
     if not report.records:
         return "No size was measured: nothing is captured and report.sizes is absent."
@@ -365,7 +366,7 @@ def _bench_rows(report: BenchReport) -> Iterator[Fact]:
     capture = report.capture
     yield from head_rows(capture.plan)[:-1]  # the table below has the sizes
     repeats = report.repeats
-    yield "times", f"median and p99 of {repeats} calls; replay: the graph alone; host: of a call"
+    yield "times", f"median and p99 of {repeats} calls; replay: graphs alone; host: of a call"
     adapters = {r.descriptor.num_active_loras for r in report.records if r.descriptor.has_lora}
     if adapters:
         yield "LoRA", f"graphs for {', '.join(map(str, sorted(adapters)))} active adapters"
@@ -374,7 +375,7 @@ def _bench_rows(report: BenchReport) -> Iterator[Fact]:
     yield from bench_notes(report)
 
 
-def bench_notes(report: BenchReport) -> Iterator[Fact]:
+def bench_notes(report: LatencyReport) -> Iterator[Fact]:
     capture = report.capture
     slower = ", ".join(str(record.num_tokens) for record in report.records if record.is_slower)
     if slower and not report.environment.is_tape:
@@ -384,7 +385,7 @@ def bench_notes(report: BenchReport) -> Iterator[Fact]:
     yield from labelled("warning", capture.warnings)
 
 
-def unsure(report: BenchReport) -> list[str]:
+def unsure(report: LatencyReport) -> list[str]:
     found = []
     for record in report.records:
         found += [f"{name} at {record.size}" for name in record.unsure]
@@ -394,6 +395,9 @@ def unsure(report: BenchReport) -> list[str]:
         f"Not to be trusted, as over twice the fastest call: {listed(found)} tokens; measure again "
         "on an idle machine, on a CPU with OMP_NUM_THREADS=1"
     ]
+
+
+SPEED_UP = Column("speed-\nup", lambda r: "unsure" if r.unsure else format_ratio(r.speedup))
 
 
 def latencies(report: BenchReport) -> Grid:
@@ -408,7 +412,7 @@ def latencies(report: BenchReport) -> Grid:
         Microseconds("graph\np99", "graph.p99"),
         Microseconds("replay\nmedian", "replay.median"),
         Microseconds("replay\np99", "replay.p99", on_page_alone=True),
-        Column("speed-\nup", lambda r: "unsure" if r.unsure else format_ratio(r.speedup)),
+        SPEED_UP,
         Microseconds("host\neager", "eager_host.median"),
         Microseconds("host\ngraph", "graph_host.median"),
         gap=1,
@@ -436,7 +440,7 @@ def queued(report: BenchReport) -> Grid | None:
     )
 
 
-def _floor_rows(report: BenchReport | DoctorReport) -> Iterator[Fact]:
+def _floor_rows(report: LatencyReport) -> Iterator[Fact]:
     found = report.floor
     if found is not None:
         rate = format_bytes(round(1e6 * found.bytes_per_us))
@@ -447,16 +451,10 @@ def _floor_rows(report: BenchReport | DoctorReport) -> Iterator[Fact]:
         yield "floor", "not measured, which takes an idle GPU with 512 MiB free"
 
 
-def floor(report: BenchReport | DoctorReport) -> Grid | None:
+def floor(report: LatencyReport) -> Grid | None:
     found = report.floor
-    rows: Sequence[Any]
-    if isinstance(report, BenchReport):
-        rows = report.records
-        time = Microseconds("replay", "replay_queued.median")
-    else:
-        rows = report.rows
-        time = Microseconds("replay", "inside_us")
-    timed = [row for row in rows if time.of(row) is not None]
+    time = Microseconds("replay", "replay_queued.median")
+    timed = [record for record in report.records if record.replay_queued]
     if found is None or not timed:
         return None
     nodes = {graph.key: graph.nodes for graph in report.capture.records}
@@ -560,51 +558,52 @@ def baselines(measured: BaselinesRecord) -> Grid:
 
 @render.register
 def _doctor(report: DoctorReport) -> RenderableType:
-    capture = report.capture
-    rows = head_rows(capture.plan) + doctor_notes(report)
     least = floor(report)
     return stacked(
-        Facts("Doctor", rows, verdict(report)),
-        coverage(report) if report.rows else None,
+        Facts("Doctor", doctor_rows(report), verdict(report)),
+        coverage(report) if report.records else None,
         titled(FLOOR, least) if least else None,
-        environment(capture.environment),
+        environment(report.environment),
     )
 
 
-def doctor_notes(report: DoctorReport) -> list[Fact]:
-    capture = report.capture
-    outside = [f"{piece}, {count} in a step" for piece, count in report.outside.items()]
-    return [
-        *labelled("note", capture.plan.notes),
-        *labelled("warning", capture.warnings),
-        *labelled("outside", outside),
-        *(_floor_rows(report) if report.rows else ()),
-    ]
+def doctor_rows(report: DoctorReport) -> Iterator[Fact]:
+    yield from head_rows(report.capture.plan)
+    if report.records:
+        yield "times", f"medians of {report.repeats} calls"
+        yield from _floor_rows(report)
+    yield from labelled("note", (*report.environment.notes, *report.capture.plan.notes))
+    yield from bench_notes(report)
+    pieces = report.outside.items()
+    yield from labelled("outside", [f"{piece}, {count} in a step" for piece, count in pieces])
 
 
 def coverage(report: DoctorReport) -> Grid:
     return Grid(
-        report.rows,
+        report.records,
         TextColumn("key", "lane"),
-        Column("tokens", "descriptor.num_tokens"),
-        Microseconds("eager", "eager_us"),
-        Microseconds("step", "step_us"),
-        Column("speed-up", lambda row: row.eager_us / row.step_us, format_ratio),
+        Column("tokens", "size"),
+        Microseconds("eager", "eager.median"),
+        Microseconds("graph", "graph.median"),
+        SPEED_UP,
         Column("inside graphs", "inside", "{:.0%}".format),
     )
 
 
 def verdict(report: DoctorReport) -> str:
-    if not report.rows:
+    records = report.records
+    if not records:
         return "Nothing is captured: all of a step runs outside of graphs."
-    inside = [row.inside for row in report.rows]
-    text = f"{_range(inside, '.0%')} of a step runs inside graphs"
-    gains = [row.eager_us / row.step_us for row in report.rows]
-    if report.capture.environment.is_tape:
-        return f"{text}. On a GPU `cgplan bench` tells what that gains."
-    if max(gains) < LEAST_GAIN:
-        return f"{text}, and no size is 2% faster than eager: set cudagraph_mode: NONE."
-    return f"{text}, {_range(gains)} times as fast as eager. `cgplan bench` times calls."
+    said = []
+    inside = [record.inside for record in records if record.inside]
+    if inside:
+        said.append(f"{_range(inside, '.0%')} of a step runs inside graphs.")
+    slow = [record for record in records if record.speedup and record.speedup < LEAST_GAIN]
+    if len(slow) == len(records) and not report.environment.is_tape:
+        said.append("No size is 2% faster than eager: set cudagraph_mode: NONE.")
+    else:
+        said.append(gain(report))
+    return " ".join(said)
 
 
 # --- audit ----------------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """What of a step runs inside graphs, and what a replay cannot be faster than."""
 
+import time
+from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
@@ -13,7 +15,7 @@ from cgplan.backends.tape import TapeBackend
 from cgplan.measure.bench import floor_of
 from cgplan.measure.doctor import check_up
 from cgplan.reports import render_text
-from cgplan.reports.records import FloorRecord
+from cgplan.reports.records import DoctorReport, FloorRecord
 
 
 def test_a_check_up_has_the_floor_of_its_keys(backend: GraphBackend) -> None:
@@ -27,7 +29,7 @@ def test_a_check_up_has_the_floor_of_its_keys(backend: GraphBackend) -> None:
             device=backend.device.type,
         )
         report = check_up(runner)
-        assert [row.inside for row in report.rows] == [1.0, 1.0]
+        assert [record.inside for record in report.records] == [1.0, 1.0]
         assert (report.floor is None) is backend.is_tape
         floor = FloorRecord(weight_bytes=4_000_000, bytes_per_us=4e6, kernel_us=0.5)
         text = render_text(report.model_copy(update={"floor": floor}))
@@ -75,3 +77,49 @@ def test_the_floor_is_left_out_on_a_busy_device(
     if floor is not None:
         assert floor.kernel_us == 1.9
         assert floor.bytes_per_us == pytest.approx((2 << 20) / 1900)
+
+
+class Napping(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.002)
+        return x + 1
+
+
+def test_a_check_up_tells_the_share_of_graphs_and_times_that_noise_decides(
+    backend: GraphBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), Napping(), torch.nn.Linear(8, 8))
+    runner = cgplan.capture(
+        model.to(backend.device),
+        {"input": cgplan.Input(shape=("num_tokens", 8), dtype="float32", pad=0)},
+        compilation={
+            "cudagraph_capture_sizes": [4], "cudagraph_mode": "PIECEWISE", "splitting_modules": ["1"],
+        },
+        device=backend.device.type,
+    )  # fmt: skip
+    [place] = check_up(runner).outside
+    assert place.startswith("1, at ")
+
+    def with_times(*times: float) -> DoctorReport:
+        def time_calls(
+            call: Callable[[], object], repeats: int, **_: object
+        ) -> tuple[list[float], list[float]]:
+            began = time.perf_counter()
+            call()
+            base = 3.0 if time.perf_counter() - began > 0.002 else 1.0
+            measured = [base * times[at % len(times)] for at in range(repeats)]
+            return measured, measured
+
+        monkeypatch.setattr(runner.backend, "time_calls", time_calls)
+        return check_up(runner)
+
+    [record] = with_times(5.0, 6.0).records
+    assert (record.inside, record.speedup, record.unsure) == (1 / 3, 1.0, ())
+    report = with_times(1.0, 3.0, 3.0)
+    text = " ".join(render_text(report).split())
+    assert "Not to be trusted" in text
+    assert "eager at 4" in text
+    assert "unsure -" in text  # neither a speed-up nor a share
+    assert "of a step runs" not in text
+    assert ("say little about a GPU" in text) is backend.is_tape
+    runner.close()
