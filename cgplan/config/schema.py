@@ -323,9 +323,10 @@ class Input(Section):
 def _from_short(value: object) -> object:
     if not isinstance(value, list | tuple):
         return value
-    if len(value) != 3:
+    if len(value) != 3 or isinstance(value[1], int):
         raise ValueError(
-            f"found {value!r}, expected shape, dtype and pad, as in [num_tokens, int32, -1]"
+            f"found {value!r}, expected shape with rows first, dtype and pad, as in "
+            '[["num_tokens", 8], "float32", 0]'
         )
     return dict(zip(("shape", "dtype", "pad"), value, strict=True))
 

@@ -8,6 +8,7 @@ boxes of the grid of the traffic's sizes are the candidates.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 from math import inf, prod
@@ -16,7 +17,7 @@ from typing import get_args
 import numpy as np
 
 from cgplan.config import Config, Dim
-from cgplan.errors import BudgetError, PlanError
+from cgplan.errors import BudgetError, ConfigError, PlanError
 from cgplan.modes import Key
 from cgplan.optimizer.cover import (
     Bools,
@@ -470,12 +471,20 @@ class _BoxProblem:
         )
 
     def _ladders(self) -> dict[str, Ints]:
-        """For any traffic."""
+        """For any traffic, and those of the configuration where they hold it."""
+        found = dict[str, Ints]()
         powers = []
         for dim in self._dims:
             plain = dim.changed(sizes=None)
             powers.append(sizes_of(plain))
-        found = {"powers of two": _grid(powers)}
+        by_powers = _grid(powers)
+        with suppress(ConfigError, PlanError):
+            asked = {descriptor.box for _, descriptor in build_plan(self.config).keys}
+            boxes = np.array(sorted(asked))
+            holds = _holds(boxes, self._least).any(axis=1)
+            if holds.all() and not np.array_equal(boxes, by_powers):
+                found["the configured sizes"] = boxes
+        found["powers of two"] = by_powers
         if len(self._dims) == len(EVEN):
             even = []
             for dim, steps in zip(self._dims, EVEN, strict=True):

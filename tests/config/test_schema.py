@@ -181,14 +181,16 @@ def test_inputs_in_short() -> None:
 @pytest.mark.parametrize(
     ("short", "expected"),
     [
-        (["num_tokens", "int32"], "expected shape, dtype and pad, as in [num_tokens, int32, -1]"),
-        (["num_tokens", 8, "float32", 0], "expected shape, dtype and pad"),
+        (["num_tokens", "int32"], 'dtype and pad, as in [["num_tokens", 8], "float32", 0]'),
+        (["num_tokens", 8, "float32", 0], "expected shape with rows first, dtype and pad"),
+        ((3, 32, 32), "found (3, 32, 32), expected shape with rows first, dtype and pad"),
+        (["num_tokens", 8, 8], "expected shape with rows first, dtype and pad"),
         (["num_tokens", "int33", 0], "found 'int33'"),
         (["num_tokens", "int32", 0.5], "pad 0.5 is not a value of dtype int32"),
         (["num_token", "int32", 0], "did you mean 'num_tokens'?"),
     ],
 )
-def test_inputs_in_short_that_cannot_be(short: list[Any], expected: str) -> None:
+def test_inputs_in_short_that_cannot_be(short: Any, expected: str) -> None:
     for section in ("inputs", "metadata"):
         with pytest.raises(ConfigError) as caught:
             validate_config({section: {"x": short}})

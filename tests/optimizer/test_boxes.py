@@ -39,8 +39,13 @@ def traffic_of(
     return SizeCounts(names, dict(sorted(counts.items())), beyond, "test")
 
 
-def proposal_of(counts: Counts, graphs: int | None = None, **options: Any) -> tuple[Plan, Evidence]:
-    found = propose_boxes(config_of(graphs, **options), traffic_of(counts))
+def proposal_of(
+    counts: Counts,
+    graphs: int | None = None,
+    names: tuple[str, ...] = ("batch", "length"),
+    **options: Any,
+) -> tuple[Plan, Evidence]:
+    found = propose_boxes(config_of(graphs, **options), traffic_of(counts, names=names))
     return found.plan, found.evidence
 
 
@@ -182,6 +187,34 @@ def test_any_number_of_graphs_is_proven_for_five_sizes_by_five() -> None:
             assert steps[-1] == pytest.approx(brute_force(counts, graphs))
     assert steps == sorted(steps, reverse=True)
     assert steps[-1] == evidence.expected_us.bound, "a box for each batch"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "compilation", "graphs", "step"),
+    [
+        ([2, 6, 10], {}, 3, 32 / 6),
+        ([2, 6], {}, None, None),  # a batch of 9 runs in none
+        (None, {}, None, None),  # the powers of two
+        (None, {"boxes": [[3], [10]]}, 2, 25 / 6),
+    ],
+)
+def test_the_sizes_of_the_configuration_stand_beside_a_plan(
+    sizes: list[int] | None, compilation: dict[str, Any], graphs: int | None, step: float | None
+) -> None:
+    plan, evidence = proposal_of(
+        {(1,): 2, (3,): 3, (9,): 1}, 2, compilation=compilation, names=("batch",),
+        dims={"batch": {"max": 10, "sizes": sizes}},
+    )  # fmt: skip
+    found = {ladder.name: ladder for ladder in evidence.ladders}
+    assert {"the best full grid", "powers of two"} <= {*found}
+    configured = found.get("the configured sizes")
+    assert (configured is None) is (graphs is None)
+    if configured:
+        assert configured.graphs == graphs
+        assert configured.expected_us == pytest.approx(step)
+        words = f"than with the configured sizes ({graphs} graphs)"
+        assert words in evidence.verdict
+        assert words in " ".join(render_text(plan).split())
 
 
 def test_a_bound_stands_beside_a_plan_that_is_not_proven() -> None:
