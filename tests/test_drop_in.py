@@ -338,7 +338,7 @@ def test_no_hint_to_ignore_what_decides(backend: GraphBackend) -> None:
     for _ in range(4):
         x = rows(backend, 3)
         close(g(x), x * 2)
-    assert "call ran eagerly: each run changes model.cache" in g.explain()
+    assert "2 calls ran eagerly: each run changes model.cache" in g.explain()
     assert "ignore" not in g.explain()
 
 
@@ -651,7 +651,7 @@ def test_a_forward_that_changes_python_runs_eagerly(
     assert model.calls == 6
     assert not g.runners
     assert (
-        "3 calls ran eagerly: each run changes model.calls; ignore=['model.calls'] if it decides"
+        "4 calls ran eagerly: each run changes model.calls; ignore=['model.calls'] if it decides"
         in g.explain()
     )
     assert caplog.text.count("each run changes model.calls") == 1
@@ -856,6 +856,7 @@ def test_generate_of_transformers_by_a_static_cache(
             "calls ran eagerly: an object argument is new or in another state at each call"
             in g.explain()
         )
+        assert g.eager_calls["the first calls of a kind"] <= 3, "else a warm-up would never end"
         assert (
             len(
                 re.findall(
@@ -864,6 +865,14 @@ def test_generate_of_transformers_by_a_static_cache(
             )
             == 1
         )
+
+
+def test_an_attribute_that_is_nowhere_names_the_figures(net: Net) -> None:
+    g = cgplan.graphed(net)
+    with pytest.raises(AttributeError, match="'Net' object has no attribute 'stats'") as caught:
+        _ = g.stats
+    assert "graph_calls, eager_calls" in caught.value.__notes__[0]
+    assert not hasattr(g, "stats")
 
 
 def test_nothing_varies_with_an_empty_dynamic(backend: GraphBackend) -> None:
@@ -1081,6 +1090,22 @@ def test_statistics_go_on_in_the_next_runner_of_a_kind(backend: GraphBackend, ne
     assert g.runners[0].stats is stats
     assert stats.calls == g.graph_calls == stats.traffic().total == 8
     assert stats.captures == 4
+
+
+def test_outputs_of_a_dict_keep_their_keys_in_what_is_explained(backend: GraphBackend) -> None:
+    def model(x: Tensor) -> dict[str, Any]:
+        return {"logits": x * 2, "states": {"first": x[:, :2], "others": (x + 1, 3)}}
+
+    g = cgplan.graphed(model)
+    for _ in range(3):
+        g(rows(backend, 3))
+    told = g.explain()
+    for line in (
+        "output 0, logits: [batch, 4]",
+        "output 1, states.first: [batch, 2]",
+        "output 2, states.others.0: [batch, 4]",
+    ):
+        assert line in told
 
 
 def test_a_head_of_another_width_after_new_weights_is_padded(

@@ -39,7 +39,7 @@ from cgplan.drop_in.call_form import (
 )
 from cgplan.drop_in.gradients import OwnCode, with_gradients
 from cgplan.drop_in.kinds import Kind, OwnedKey, Sizes, Stage
-from cgplan.drop_in.learner import Learner
+from cgplan.drop_in.learner import NEW_STATES, Learner
 from cgplan.errors import (
     CaptureError,
     CgplanError,
@@ -235,13 +235,12 @@ class Calls:
             learner.free_if_changed()
         family = learner.family_of(call)
         if family.skips_a_call():
-            reason = "an object argument is new or in another state at each call"
             kinds = {type(value).__name__ for value in objects_in(call.form)}
             learner.tell_once(
-                f"{reason}, {' or '.join(sorted(kinds))}: graphs need one object whose Python "
+                f"{NEW_STATES}, {' or '.join(sorted(kinds))}: graphs need one object whose Python "
                 "values and shapes stay, such as a static cache without windows"
             )
-            return self._run_model(reason, args, kwargs)
+            return self._run_model(NEW_STATES, args, kwargs)
         kind, sizes = learner.kind_of(family, call)
         if kind.stage is Stage.NEW and self._settings.compilation.capture_policy == "eager":
             kind, sizes = learner.warmed_up(call)
@@ -249,7 +248,7 @@ class Calls:
             learner.free_if_changed()  # in full: a changed model sets the kind back
         if kind.is_learning:
             output = learner.learning_call(kind, sizes, call)
-            self.eager["the first calls of a kind"] += 1
+            self.eager[kind.eager_reason or kind.learns] += 1
             return output
         refusal = kind.eager_reason or self._provide_graph(kind, sizes, tensors)
         if refusal:

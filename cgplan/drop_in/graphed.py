@@ -9,6 +9,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from types import EllipsisType, MethodType
 from typing import Any, Literal, Never, Self, cast
@@ -217,11 +218,12 @@ class Graphed:
 
     def _notes_of(self, kind: Kind) -> list[str]:
         notes = list(kind.notes)
-        for index, shape in enumerate(kind.shapes):
+        outputs = zip_longest(kind.shapes, kind.keys, fillvalue="")
+        for index, (shape, key) in enumerate(outputs):
             extents = ", ".join(map(str, shape))
             if kind.is_exact:
                 extents = extents.replace(BATCH, str(kind.dims[BATCH].max))
-            notes.append(f"output {index}: [{extents}]")
+            notes.append(f"output {index}{key}: [{extents}]")
         if True in kind.requires_grad and not self._settings.recomputes:
             notes.append("backward through its outputs raises GradientError")
         return notes
@@ -276,7 +278,11 @@ class Graphed:
     # --- the model's outside ----------------------------------------------------------------------
 
     def __getattr__(self, name: str) -> Any:
-        value = getattr(self.__dict__["_wrapped"], name)
+        try:
+            value = getattr(self.__dict__["_wrapped"], name)
+        except AttributeError as error:
+            error.add_note("graphed has explain(), graph_calls, eager_calls and runners")
+            raise
         if name != "generate" or not callable(value):
             return value
 

@@ -111,11 +111,13 @@ class Kind:
         self.is_exact = False
         self.stage = Stage.NEW
         self.eager_reason = ""
+        self.learns = "the first calls of a kind"
         self.runner: GraphRunner | None = None
         self.stats: RunnerStats | None = None
         self.replays = 0
         self.returns: Form | None = None
         self.shapes: tuple[Shape, ...] = ()
+        self.keys = list[str]()  # of outputs in a mapping
         self.requires_grad: tuple[bool, ...] = ()
         self.objects: ChangeDetector | None = None
         self.batch: Mapping[str, Tensor] = {}
@@ -197,6 +199,7 @@ class Kind:
 
     def forget_outputs(self) -> None:
         self._points.clear()
+        self.keys.clear()
         self.forward.outputs.clear()
         self.returns = None
 

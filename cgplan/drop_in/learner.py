@@ -22,6 +22,7 @@ from cgplan.drop_in.call_form import (
     object_roots,
     shapes_of,
     taken_apart,
+    tensors_by_name,
 )
 from cgplan.drop_in.inference import Inference
 from cgplan.drop_in.kinds import Family, Kind, Sizes, Stage, without_constants
@@ -36,6 +37,8 @@ from cgplan.units import counted
 
 _MOST_KINDS = 256
 _MANY_SHAPES = 16
+_MOST_STATES = 2  # of an object that graphs serve: as it was made, and filled
+NEW_STATES = "an object argument is new or in another state at each call"
 _EXACT = "so nothing is padded, and each shape has its own graph"
 logger = logging.getLogger(__name__)
 
@@ -160,7 +163,10 @@ class Learner(Inference):
             family.misses = 0  # another shape makes no object new
             with suppress(InputError):
                 return kind, kind.sizes_of(call.tensors)
+        others = len(known) - len(alike)
         kind = self._add_kind(call, state)
+        if others > _MOST_STATES:
+            kind.learns = NEW_STATES
         if len(alike) == _MANY_SHAPES:
             new = [note for note in kind.notes if note not in alike[0].notes]
             self.tell_once(
@@ -284,6 +290,8 @@ class Learner(Inference):
         form, leaves = taken_apart(output)
         shapes = shapes_of(leaves)
         kind.forget_others(sizes, shapes)
+        if isinstance(output, Mapping):
+            kind.keys = [f", {path}" for path, _ in tensors_by_name(output, "")]
         try:
             kind.learn(sizes, form, shapes)
         except OutputShapeError as error:

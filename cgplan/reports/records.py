@@ -555,7 +555,10 @@ def load_report(path: str | Path, kind: str | None = None) -> Report:
     """A saved report or plan, or only one of a ``kind``. Raises ReportError."""
     report = parse_report(read_text(path, ReportError, _REMEDY), path)
     if kind not in (None, report.kind):
-        raise ReportError(f"{path} is a report of kind {report.kind}, not {kind}", remedy=_REMEDY)
+        raise ReportError(
+            f"{path} is a report of kind {report.kind}, not {kind}",
+            remedy=f"Give one of kind {kind}.",
+        )
     return report
 
 

@@ -45,7 +45,7 @@ def test_inspect_refuses_two_reports_of_different_kinds(home: Path) -> None:
     good("plan", "--config", "good.yaml", "--output", "plan.json")
     said = refused(ReportError, "inspect", "run.json", "plan.json", "--html", "both.html")
     assert "plan.json is a report of kind plan, not capture" in said
-    assert "--output` wrote" in said
+    assert "Give one of kind capture" in said
     assert not (home / "both.html").exists()
 
 
