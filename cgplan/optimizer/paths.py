@@ -176,16 +176,3 @@ def best_start(
         here = here[beyond > 0]
         below = here - beyond[beyond > 0]
         above = below + coarse
-
-
-def min_plus(
-    table: Floats,
-    curve: Floats,
-) -> Floats:
-    """The least sums of entries of two [K + 1] whose numbers of graphs add up to k."""
-    total = np.full_like(table, np.inf)
-    for graphs, value in enumerate(curve):
-        rest = total[graphs:]
-        added = value + table[: rest.size]
-        np.minimum(rest, added, out=rest)
-    return total

@@ -40,7 +40,6 @@ from cgplan.optimizer.paths import (
     Ints,
     Paths,
     best_paths,
-    min_plus,
 )
 from cgplan.planning.plan import (
     Lane,
@@ -78,21 +77,6 @@ class Candidates:
         graphs: Floats = self.key_costs[0]
         return graphs.astype(int)
 
-    def least(self, graphs: int) -> Floats:
-        """Bytes of the driver and seconds that 0 or more graphs cost at least, inf where there are
-        not so many: [2, K + 1].
-        """
-        found = _costs_of_none(graphs)
-        each = self.each[1:]
-        costs = self.key_costs[1:, 1:]
-        every = np.repeat(costs / each, each, axis=1)
-        every.sort(axis=1)
-        cheapest = every[:, :graphs]
-        total = cheapest.cumsum(axis=1)
-        for row, sums in zip(found, total, strict=True):
-            row[1 : sums.size + 1] = sums
-        return found
-
     def paths(
         self,
         weights: Floats,
@@ -106,13 +90,6 @@ class Candidates:
             price=prices.of(self),
             each=self.each,
         )
-
-
-def _costs_of_none(graphs: int) -> Floats:
-    shape = 2, graphs + 1
-    found = np.full(shape, np.inf)
-    found[:, 0] = 0.0
-    return found
 
 
 class Prices(NamedTuple):
@@ -270,11 +247,17 @@ class Problem:
 
     def least(self, graphs: int) -> Floats:
         """Bytes and seconds that 0 or more graphs cost at least, whichever they are, without pool
-        and static buffers; inf where there are not so many: [2, K + 1].
+        and static buffers: [2, K + 1].
         """
-        least = _costs_of_none(graphs)
+        every = [np.zeros((2, 0))]
         for lane in self.lanes:
-            least = np.array([*map(min_plus, least, lane.least(graphs))])
+            each = lane.each[1:]
+            costs = lane.key_costs[1:, 1:]
+            every.append(np.repeat(costs / each, each, axis=1))
+        cheapest = np.sort(np.hstack(every))[:, :graphs]
+        missing = graphs - len(cheapest[0])
+        beside = (0, 0), (1, missing)
+        least = np.pad(cheapest, beside).cumsum(axis=1)
         least[0, 1:] += self.workspace
         least[1, 1:] += self.once
         return least
@@ -500,7 +483,11 @@ def _demand(
             best = np.minimum(best, took)
     tokens, at = np.unique(sizes, return_inverse=True)
     slowest = np.zeros(tokens.size)
-    np.maximum.at(slowest, at, eager)
+    np.maximum.at(
+        slowest,
+        at,
+        eager,
+    )
 
     def summed(values: Floats) -> Floats:
         each = np.bincount(at, values)

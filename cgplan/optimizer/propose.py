@@ -129,7 +129,7 @@ def plan_graphs(inputs: PlanInputs) -> PlannedGraphs:
     most = config.budget.max_graphs
     graphs = min(most or inputs.needed, MOST_GRAPHS)
     goal = problem.best_total + WORTH * problem.changeable  # below it no graph is worth a word
-    best = inputs.found.best(min(graphs, inputs.graphs), goal)
+    best = inputs.by_graphs.best(min(graphs, inputs.graphs), goal)
     limits = inputs.limits(graphs)
     keys = keys_of(problem.lists_of(best.chosen), inputs.base)
     if graphs > inputs.graphs or not inputs.pays_for(limits, keys):
@@ -229,7 +229,7 @@ class PlanInputs:
         if self.costs is None:
             return Limits(graphs)
         budget = self.config.budget
-        return Limits(graphs, budget.memory, budget.capture_time)
+        return Limits(graphs, budget.memory or math.inf, budget.capture_time or math.inf)
 
     @property
     def lora_cases(self) -> tuple[int, ...]:
@@ -326,11 +326,11 @@ class PlanInputs:
         return self.problem_for(self.insured, None)
 
     @cached_property
-    def alone(self) -> Problem:
+    def problem_of_seen(self) -> Problem:
         return self.problem_for(self.seen, None)
 
     @cached_property
-    def found(self) -> Search:
+    def by_graphs(self) -> Search:
         return Search(self.problem, Limits(MOST_OF_CURVE))
 
     @cached_property
@@ -338,21 +338,21 @@ class PlanInputs:
         """Mean microseconds of a step of the traffic alone, by the number of graphs."""
         steps = []
         for graphs in range(self.graphs + 1):
-            steps.append(self.step(self.lists(graphs), self.seen))
+            steps.append(self.step(self.lists_of(graphs), self.seen))
         return steps
 
     @property
     def graphs(self) -> int:
-        return self.found.value.size - 1
+        return self.by_graphs.value.size - 1
 
     @cached_property
-    def lists(self) -> Callable[[int], Lists]:
+    def lists_of(self) -> Callable[[int], Lists]:
         """Of the best plan of so many graphs."""
-        return cache(lambda graphs: self.problem.lists_of(self.found.chosen(graphs)))
+        return cache(lambda graphs: self.problem.lists_of(self.by_graphs.chosen(graphs)))
 
     def fewest(self, total: float) -> int | None:
         """The fewest graphs with which all steps together are no longer than that."""
-        enough = np.flatnonzero(self.found.value <= total * (1 + 1e-9))
+        enough = np.flatnonzero(self.by_graphs.value <= total * (1 + 1e-9))
         return int(enough[0]) if enough.size else None
 
     @cached_property
@@ -373,7 +373,7 @@ class PlanInputs:
         if fewest is None:
             return self.worthwhile
         for graphs in range(max(fewest, 1), self.graphs + 1):
-            lists = self.lists(graphs)
+            lists = self.lists_of(graphs)
             if all(self.step(lists, part) <= goal for part, goal in longest):
                 return graphs
         return self.worthwhile
@@ -382,7 +382,7 @@ class PlanInputs:
     def worthwhile(self) -> int:
         """The number of graphs from which more bring less than 0.01%."""
         slack = WORTH * self.problem.changeable
-        return self.fewest(float(self.found.value[-1]) + slack) or 0
+        return self.fewest(float(self.by_graphs.value[-1]) + slack) or 0
 
     def price(self, keys: tuple[Key, ...]) -> dict[str, Any]:
         """``bytes`` and ``seconds`` of keys, in capture order; None where costs are not known."""
@@ -393,7 +393,7 @@ class PlanInputs:
     def point(self, graphs: int) -> ParetoPoint:
         keys: tuple[Key, ...] = ()
         if self.costs is not None:  # else they have no price
-            keys = keys_of(self.lists(graphs), self.base)
+            keys = keys_of(self.lists_of(graphs), self.base)
         return ParetoPoint(
             graphs=graphs,
             expected_us=self.steps[graphs],
@@ -468,10 +468,10 @@ def _check_one_graph(
     names = [f"{mode} {descriptor}" for mode, descriptor in keys]
     wrong = []
     enough = []
-    if limits.memory is not None and memory > limits.memory:
+    if memory > limits.memory:
         wrong.append(f"budget.memory is {format_bytes(int(limits.memory))}")
         enough.append(f"budget.memory to {math.ceil(memory / 2**20)}MiB")
-    if limits.seconds is not None and seconds > limits.seconds:
+    if seconds > limits.seconds:
         wrong.append(f"budget.capture_time is {limits.seconds:.3g} s")
         enough.append(f"budget.capture_time to {seconds * 1.01:.3g}s")
     raise BudgetError(
@@ -510,7 +510,7 @@ class PlannedGraphs:
         inputs = self.inputs
         costs = inputs.costs
         problem = inputs.problem
-        alone = inputs.alone
+        alone = inputs.problem_of_seen
         lower = min(self.best.bound, self.best.least)
         lower_us = lower / problem.weight
         if not inputs.others:
@@ -621,7 +621,7 @@ class PlannedGraphs:
     @property
     def _changeable_us(self) -> float:
         """Of the mean step of the traffic: what the steps take that graphs make faster."""
-        alone = self.inputs.alone
+        alone = self.inputs.problem_of_seen
         return alone.changeable / alone.weight
 
     @property
@@ -639,7 +639,7 @@ class PlannedGraphs:
         inputs = self.inputs
         run = self._run_of(plan)
         step = run.expected_us
-        near = inputs.alone.infinite_us + NO_GAIN * self._changeable_us
+        near = inputs.problem_of_seen.infinite_us + NO_GAIN * self._changeable_us
         return point_of(
             name,
             plan,
@@ -749,7 +749,7 @@ class PlannedGraphs:
             every = [tuple(range(1, lane.sizes.size)) for lane in problem.lanes]
             lists = problem.lists_of(tuple(every))
         else:
-            lists = inputs.lists(graphs)
+            lists = inputs.lists_of(graphs)
         return self._broken(keys_of(lists, inputs.base))
 
     def _next_graph(self, binding: Sequence[PlanLimit]) -> NextGraph | None:
@@ -790,7 +790,7 @@ class PlannedGraphs:
         if self.plan.mode is CUDAGraphMode.NONE:
             return "nothing is captured: the resolved cudagraph_mode is NONE"
         if not self.plan.keys:
-            if self.inputs.failed and self.inputs.alone.saved > 0:
+            if self.inputs.failed and self.inputs.problem_of_seen.saved > 0:
                 return f"no graph that saves time is left: {FAILED}"
             return NOTHING_SAVED
         graphs = self.plan.graph_words

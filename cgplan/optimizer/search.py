@@ -48,16 +48,15 @@ Lists = tuple[tuple[int, int], ...]  # lanes, and how many sizes each gets
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of a plan: graphs, bytes, seconds; None: no limit."""
+    """The limits of a plan: graphs, bytes, seconds; inf: no limit."""
 
     graphs: int
-    memory: float | None = None
-    seconds: float | None = None
+    memory: float = np.inf
+    seconds: float = np.inf
 
     @property
     def has_prices(self) -> bool:
-        has_memory = self.memory is not None
-        return has_memory or self.seconds is not None
+        return min(self.memory, self.seconds) < np.inf
 
     def pays_for(
         self,
@@ -66,14 +65,9 @@ class Limits:
         seconds: Any,
     ) -> Any:
         """Whether plans cost no more, each a number or an array."""
-        paid = graphs <= self.graphs
-        if self.memory is not None:
-            most = self.memory * (1 + ROUNDING)
-            paid = paid & (memory <= most)
-        if self.seconds is not None:
-            longest = self.seconds * (1 + ROUNDING)
-            paid = paid & (seconds <= longest)
-        return paid
+        most = self.memory * (1 + ROUNDING)
+        longest = self.seconds * (1 + ROUNDING)
+        return (graphs <= self.graphs) & (memory <= most) & (seconds <= longest)
 
 
 @dataclass(frozen=True)
@@ -147,11 +141,9 @@ def _priced(
             limits,
             rate=rate,
         )
-        budget_price = found.prices.total(
-            (limits.memory or 0.0) - problem.workspace,
-            (limits.seconds or 0.0) - problem.once,
-        )
-        own = found.bound[-1] - budget_price
+        shares = np.isfinite([limits.memory, limits.seconds])
+        own = found.bound[-1] - rate * problem.saved * shares.sum()
+        own += found.prices.total(problem.workspace, problem.once)
         bound = max(bound, float(own))
         graphs = bisect_left(numbers, True, key=found.is_too_much)
         plan = found.chosen(graphs)
@@ -270,13 +262,7 @@ class Search:
         self.problem = problem
         self.limits = limits
         saved = rate * problem.saved
-        byte = 0.0
-        second = 0.0
-        if limits.memory:
-            byte = saved / limits.memory
-        if limits.seconds:
-            second = saved / limits.seconds
-        self.prices = Prices(byte, second)
+        self.prices = Prices(saved / limits.memory, saved / limits.seconds)
         self.pair: Pair | None = None
         self._paths: dict[tuple[int, bytes], Paths] = {}
         nothing = _nothing(problem)
@@ -435,13 +421,9 @@ class Search:
         paid for: [K + 1].
         """
         limits = self.limits
-        most = limits.graphs
-        driver, seconds = self.problem.least(most)
-        spare = np.full_like(driver, np.inf)
-        if limits.memory is not None:
-            memory = limits.memory * (1 + ROUNDING)
-            spare = memory - driver
-        paid = limits.pays_for(np.arange(most + 1), 0.0, seconds)
+        driver, seconds = self.problem.least(limits.graphs)
+        spare = limits.memory * (1 + ROUNDING) - driver
+        paid = limits.pays_for(0, driver, seconds)
         return np.where(paid, spare, -np.inf)
 
 

@@ -8,8 +8,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from itertools import accumulate
+from itertools import accumulate, product
 from operator import itemgetter
 from statistics import fmean
 from typing import Any
@@ -177,7 +176,8 @@ class MeasuredKey:
 class GraphCosts:
     """Costs of keys that share one pool, interpolated between real captures.
 
-    Other graphs are priced as these; the notes say so.
+    Other graphs are priced as these; the notes say so. A subclass without figures overrides
+    ``pool_bytes``, ``driver_bytes`` and ``seconds``.
 
     Attributes:
         source, estimated, notes, workspace_bytes, model: As in ``Predicted``.
@@ -214,7 +214,14 @@ class GraphCosts:
         self._measured = grouped(
             ((key.mode, key.num_active_loras, key.num_tokens), key) for key in self._keys
         )
-        self._line = cache(self._line_of)
+        self._lines = {}
+        cases = product(
+            _CAPTURED,
+            (False, True),
+            ("driver_bytes", "seconds"),
+        )
+        for case in cases:
+            self._lines[case] = self._line(*case)
         priced = [(key.mode, key.has_lora) for key in self._keys]
         self.notes = (*notes, *stand_in_notes(config, priced))
         self._pools: dict[CUDAGraphMode, Points] = {}
@@ -416,10 +423,8 @@ class GraphCosts:
         if num_tokens < small:
             nbytes = max(nbytes, least * num_tokens / small)
         rounded = math.ceil(nbytes / self._unit) * self._unit
-        for size, most in points:
-            if size >= num_tokens:
-                return most if size == num_tokens else min(rounded, most)
-        return rounded
+        above = [most for size, most in points if size >= num_tokens]
+        return min([rounded, *above])
 
     def driver_bytes(self, key: Key) -> int:
         """The driver's memory for one key, on average: the driver takes chunks."""
@@ -442,14 +447,14 @@ class GraphCosts:
         same = self._measured.get(case)
         if same:
             return fmean(getattr(measured, figure) for measured in same)
-        points = self._line(mode, descriptor.has_lora, figure)
+        points = self._lines[mode, descriptor.has_lora, figure]
         if not points:
             return 0.0
         least = min(least for _, least in points)
         found = interpolate(points, descriptor.elements)
         return max(found, least)
 
-    def _line_of(
+    def _line(
         self,
         mode: CUDAGraphMode,
         has_lora: bool,

@@ -46,7 +46,7 @@ from cgplan.reports.layout import (
     titled,
     verbatim,
 )
-from cgplan.reports.records import Beside, ReplanReport, Way
+from cgplan.reports.records import Beside, ReplanReport, ReplanWay
 from cgplan.units import (
     format_bytes,
     format_microseconds,
@@ -64,7 +64,7 @@ MOST_SAID = 4
 MOST_USES = 24
 MOST_SIZES = 150  # characters
 LEAST_SHOWN = 0.0005  # a share that 0.1% is written for
-_WAYS: dict[Way, str] = {
+_WAYS: dict[ReplanWay, str] = {
     "proposed": "proposed only: nothing was captured",
     "exchanged": "exchanged inside the pools",
     "new generation": "all captured again: the pool needs another size",

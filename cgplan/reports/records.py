@@ -520,14 +520,14 @@ class DoctorReport(LatencyReport):
     outside: dict[str, int]
 
 
-Way = Literal["proposed", "exchanged", "new generation", "new buffers"]
+ReplanWay = Literal["proposed", "exchanged", "new generation", "new buffers"]
 
 
 class ReplanReport(ShownRecord):
     kind: Literal["replan"] = "replan"
     difference: PlanDifference
     verdict: str
-    way: Way
+    way: ReplanWay
     captured: Keys = ()
     evicted: Keys = ()
     recaptured: int = 0

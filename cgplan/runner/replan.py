@@ -21,7 +21,7 @@ from cgplan.planning import Plan
 from cgplan.planning.difference import compare
 from cgplan.planning.plan import capture_config, config_hash
 from cgplan.pricing.costs import GraphCosts, representative_keys
-from cgplan.reports.records import ReplanReport, Way, uncapturable
+from cgplan.reports.records import ReplanReport, ReplanWay, uncapturable
 from cgplan.runner.stats import Mark, RunnerStats
 from cgplan.traffic.histogram import Traffic
 from cgplan.traffic.step_times import StepTimes
@@ -111,7 +111,7 @@ class Replanner:
         if costs is None and captured.history:
             costs = _costs(captured)
         wanted = _proposal(captured, traffic, times, costs)
-        way: Way = "proposed"
+        way: ReplanWay = "proposed"
         new: tuple[Key, ...] = ()
         evicted: tuple[Key, ...] = ()
         if reopen is not None:
@@ -201,7 +201,7 @@ def _exchange(
     captured: CapturedKeys,
     wanted: Plan,
     reopen: Reopen,
-) -> tuple[CapturedKeys, Way, tuple[Key, ...]]:
+) -> tuple[CapturedKeys, ReplanWay, tuple[Key, ...]]:
     keys = _without(wanted.keys, captured.failed)
     if wanted.max_capture_size > captured.graphs.most_tokens:
         failed = dict(captured.failed)
@@ -233,7 +233,7 @@ def _exchange(
         evicted=evicted,
         renew=is_moved,
     )
-    way: Way = "new generation" if is_moved else "exchanged"
+    way: ReplanWay = "new generation" if is_moved else "exchanged"
     return captured, way, new
 
 

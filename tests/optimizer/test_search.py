@@ -71,10 +71,8 @@ class Everything:
         for lane, has in self.lanes.items():
             if lanes is not None and lane not in lanes:
                 allowed &= ~has
-        if limits.memory is not None:
-            allowed &= self.memory <= limits.memory * (1 + 1e-9)
-        if limits.seconds is not None:
-            allowed &= self.seconds <= limits.seconds * (1 + 1e-9)
+        allowed &= self.memory <= limits.memory * (1 + 1e-9)
+        allowed &= self.seconds <= limits.seconds * (1 + 1e-9)
         return np.asarray(allowed)
 
 
@@ -193,8 +191,8 @@ SLOPES = st.builds(
 BUDGETS = st.builds(
     Limits,
     graphs=st.integers(1, 5),
-    memory=st.none() | st.integers(5, 150).map(float),
-    seconds=st.none() | st.floats(0.2, 6),
+    memory=st.just(math.inf) | st.integers(5, 150).map(float),
+    seconds=st.just(math.inf) | st.floats(0.2, 6),
 )
 
 
@@ -642,7 +640,9 @@ def check(seed: int) -> str:
     instance = Instance(lanes, base, traffic, times)
     all_sets = brute_force(instance, costs, one_list=one_list)
     limits = Limits(
-        budget.get("max_graphs", MOST_GRAPHS), budget.get("memory"), budget.get("capture_time")
+        budget.get("max_graphs", MOST_GRAPHS),
+        budget.get("memory", math.inf),
+        budget.get("capture_time", math.inf),
     )
     paid = all_sets.paid(limits)
     bounded = config.model_copy(update={"budget": BudgetConfig(**budget)})

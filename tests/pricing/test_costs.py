@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from typing import Any, get_args
 
 import pytest
@@ -167,6 +168,12 @@ def test_measured_sizes_cost_what_was_measured() -> None:
     assert (costs.pool_bytes(FULL, 10), costs.pool_bytes(FULL, 2)) == (26 * MIB, 6 * MIB)
     assert (costs.driver_bytes(key(10)), costs.seconds(key(2))) == (1800, 0.01)
     assert not costs.estimated
+
+
+def test_costs_travel_to_other_processes() -> None:
+    costs = measured()
+    keys = [key(10), key(6), key(2)]
+    assert pickle.loads(pickle.dumps(costs)).of(keys) == costs.of(keys)
 
 
 def test_other_sizes_are_interpolated_in_whole_segments() -> None:
