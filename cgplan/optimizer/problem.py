@@ -119,7 +119,7 @@ class Demand:
     Attributes:
         lanes: Indices of the lanes that may serve them, in the order in which they are tried.
         tokens: Sizes of the batches, ascending: [n].
-        slowest: The longest eager step of those sizes: [n].
+        slowest: The longest eager step up to those sizes: [n + 1], 0 first.
         weight: Weights.
         eager: Weights times the microseconds of eager steps.
         best: Weights times the least microseconds that any lane or an eager step could take.
@@ -482,10 +482,10 @@ def _demand(
             took[fits] = offer.time(rounded[fits])
             best = np.minimum(best, took)
     tokens, at = np.unique(sizes, return_inverse=True)
-    slowest = np.zeros(tokens.size)
+    slowest = np.zeros(tokens.size + 1)
     np.maximum.at(
         slowest,
-        at,
+        at + 1,
         eager,
     )
 
@@ -496,7 +496,7 @@ def _demand(
     return Demand(
         served,
         tokens,
-        slowest,
+        np.maximum.accumulate(slowest),
         weight=summed(weights),
         eager=summed(weights * eager),
         best=summed(weights * best),
@@ -558,23 +558,16 @@ class _Offer:
         """See Note [Candidates]. Where other lanes follow (their slowest graph takes ``above``), a
         batch may fall to one of those.
         """
-        rounded = [np.zeros(1, dtype=int)]
-        misses = [np.zeros(1)]
+        tokens = [np.array([0]), *(demand.tokens for demand in wanted)]
+        rounded = _rounded(np.concatenate(tokens), self.stride)
+        lost = [key[1].num_tokens for key in without if Lane.of(*key) == self.lane]
+        sizes = np.setdiff1d(rounded, lost)
+        sizes = sizes[sizes <= self.largest]
+        missed = np.full(sizes.size, above)
         for demand in wanted:
-            rounded.append(_rounded(demand.tokens, self.stride))
-            misses.append(np.maximum(demand.slowest, above))
-        every = np.concatenate(rounded)
-        sizes, at = np.unique(every, return_inverse=True)
-        missed = np.zeros(sizes.size)
-        np.maximum.at(missed, at, np.concatenate(misses))
-        missed = np.maximum.accumulate(missed)
-        own = [key for key in without if Lane.of(*key) == self.lane]
-        fits = sizes <= self.largest
-        for _, lost in own:
-            fits &= sizes != lost.num_tokens
-        sizes = sizes[fits]
-        is_faster = self.time(sizes) < missed[fits]
-        faster = np.flatnonzero(is_faster)
+            held = demand.below(sizes)
+            missed = np.maximum(missed, demand.slowest[held])
+        faster = np.flatnonzero(self.time(sizes) < missed)
         last = int(faster.max(initial=0))
         return self.with_cheaper(sizes[: last + 1])
 
@@ -622,18 +615,17 @@ def _with_one_list(
     lanes = tuple(offer.lane for offer in offers)
     stride, whole = list_stride(lanes, plan)
     offers = [replace(offer, stride=stride) for offer in offers]
-    wanted = [np.zeros(1, dtype=int)]
-    for offer in offers:  # beyond its largest size, a size is fewer graphs
-        wanted.append(np.array([offer.largest + 1]))
-    for demand in problem.demands:
-        wanted.append(demand.tokens)
-    every = np.concatenate(wanted)
+    # beyond the largest size of a lane, a size is fewer graphs
+    beyond = np.array([0, *(offer.largest + 1 for offer in offers)])
+    every = np.concatenate([beyond, *(demand.tokens for demand in problem.demands)])
     sizes = _rounded(every, stride)
     requests = _rounded(every, plan.query_len)
-    sizes = np.where(requests <= whole, requests, sizes)
-    sizes = np.unique(sizes)
-    for _, lost in without:
-        sizes = sizes[sizes != lost.num_tokens]
+    sizes = np.where(
+        requests <= whole,
+        requests,
+        sizes,
+    )
+    sizes = np.setdiff1d(sizes, [lost.num_tokens for _, lost in without])
     largest = max(offer.largest for offer in offers)
     sizes = sizes[sizes <= largest]
     for offer in offers:

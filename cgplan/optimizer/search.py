@@ -29,6 +29,7 @@ import numpy as np
 from cgplan.optimizer.pair import Pair
 from cgplan.optimizer.paths import (
     Floats,
+    Ints,
     Paths,
 )
 from cgplan.optimizer.problem import (
@@ -269,7 +270,14 @@ class Search:
         self._plans = [nothing]
         self.bound = np.full(limits.graphs + 1, problem.best_total)
         if len(problem.lanes) in (1, 2):
-            self.pair = Pair(problem, self.prices, self._spare())
+            driver, seconds = problem.least(limits.graphs)
+            paid = limits.pays_for(0, driver, seconds)
+            spare = limits.memory * (1 + ROUNDING) - driver  # for pools
+            self.pair = Pair(
+                problem,
+                self.prices,
+                np.where(paid, spare, -np.inf),
+            )
             self.value = self.pair.value
             if problem.rising:
                 self.bound = self.value
@@ -414,33 +422,18 @@ class Search:
         larger = np.maximum(lane.pools, most[:, None])
         totals = paths.cost[: graphs + 1] + beyond
         totals += self.prices.byte * larger.sum(axis=0)
-        return _Turn(paths, totals)
-
-    def _spare(self) -> Floats:
-        """Bytes that pools may take, by the number of graphs; -inf where the cheapest keys are not
-        paid for: [K + 1].
-        """
-        limits = self.limits
-        driver, seconds = self.problem.least(limits.graphs)
-        spare = limits.memory * (1 + ROUNDING) - driver
-        paid = limits.pays_for(0, driver, seconds)
-        return np.where(paid, spare, -np.inf)
+        return _Turn(paths, totals.min(axis=1), totals.argmin(axis=1))
 
 
 class _Turn(NamedTuple):
-    """The best lists of one lane: totals of the plan by its graphs and its end."""
+    """The best lists of one lane: the least total of the plan by its graphs, and their end."""
 
     paths: Paths
-    totals: Floats
-
-    def value(self, graphs: int) -> float:
-        totals = self.totals[graphs]
-        return float(totals.min())
+    least: Floats
+    ends: Ints
 
     def sizes(self, graphs: int) -> list[int]:
-        totals = self.totals[graphs]
-        end = int(totals.argmin())
-        return self.paths.sizes(graphs, end)
+        return self.paths.sizes(graphs, int(self.ends[graphs]))
 
 
 def _changes(
@@ -459,15 +452,13 @@ def _changes(
         for count in range(fewest, now + 3):
             if count - now <= room:
                 change = n, count
-                yield turn.value(count), (change,)
+                yield turn.least[count], (change,)
         for giver, given, taken in product(lanes, (1, 2), (1, 2)):
             left = counts[giver] - given
             count = now + taken
             is_other = giver != n and left >= 0
             if is_other and taken - given <= room:
-                other = turns[giver]
-                lost = other.value(left) - total
-                expected = lost + turn.value(count)
+                lost = turns[giver].least[left] - total
                 less = giver, left
                 more = n, count
-                yield expected, (less, more)
+                yield lost + turn.least[count], (less, more)
