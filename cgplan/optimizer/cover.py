@@ -261,7 +261,9 @@ class _Search:
             return []
         shares = purse.figures[:2, columns] / np.maximum(limits, LEAST)
         shares[:, : fixed.size] = 0.0
-        graphs = min(purse.graphs, *map(_number, shares))
+        spent = np.sort(shares).cumsum(axis=1)
+        number = (spent <= 1 + PROVEN).sum(axis=1)  # of columns that a limit pays for at most
+        graphs = min(purse.graphs, *number)
         dual = self._raised(
             node,
             columns,
@@ -383,9 +385,3 @@ class _Search:
                 most,
             )
         return best._replace(often=often)
-
-
-def _number(shares: Floats) -> int:
-    """How many columns at most take no more than a limit, of which these are shares."""
-    spent = np.cumsum(np.sort(shares))
-    return int(np.count_nonzero(spent <= 1 + PROVEN))

@@ -146,7 +146,12 @@ def _priced(
         own = found.bound[-1] - rate * problem.saved * shares.sum()
         own += found.prices.total(problem.workspace, problem.once)
         bound = max(bound, float(own))
-        graphs = bisect_left(numbers, True, key=found.is_too_much)
+
+        def is_too_much(graphs: int, found: Search = found) -> bool:
+            costs = problem.costs_of(found.chosen(graphs))
+            return not limits.pays_for(*costs)
+
+        graphs = bisect_left(numbers, True, key=is_too_much)
         plan = found.chosen(graphs)
         plans.add(plan)
         if graphs == limits.graphs:
@@ -313,11 +318,6 @@ class Search:
             last = len(self._plans) - 1
             plan = self._plans[min(graphs, last)]
         return self.with_room(plan)
-
-    def is_too_much(self, graphs: int) -> bool:
-        chosen = self.chosen(graphs)
-        costs = self.problem.costs_of(chosen)
-        return not self.limits.pays_for(*costs)
 
     def with_room(self, chosen: Chosen) -> Chosen:
         """Each size but the largest in favour of the largest one below the next that takes and

@@ -13,7 +13,7 @@ from operator import attrgetter
 from cgplan.config import Config
 from cgplan.modes import CUDAGraphMode
 from cgplan.pricing.allocator import Allocation, CachingPool
-from cgplan.pricing.costs import GraphCosts, MeasuredKey
+from cgplan.pricing.costs import GraphCosts, MeasuredKey, interpolate
 from cgplan.units import grouped
 
 # One H200, driver 580, torch 2.11: driver memory of a node, and seconds of a decoder layer for each
@@ -58,7 +58,8 @@ class Recording:
         for event, partner in zip(self.events, partners, strict=True):
             nbytes = event.nbytes
             if nbytes is not None and is_alike:
-                nbytes = _between((mine, nbytes), (theirs, partner.nbytes or 0), num_tokens)
+                both = sorted([(mine, nbytes), (theirs, partner.nbytes or 0)])
+                nbytes = max(math.ceil(interpolate(both, num_tokens)), 0)
             elif nbytes is not None:
                 nbytes = -(-nbytes * num_tokens // mine)
             found.append(Allocation(event.block, nbytes))
@@ -120,16 +121,6 @@ def _reserved(
         pool.run(recordings[upper].scaled(recordings[neighbour], num_tokens))
         num_tokens //= 2
     return pool.reserved
-
-
-def _between(
-    one: tuple[int, int],
-    other: tuple[int, int],
-    at: int,
-) -> int:
-    (left, low), (right, high) = sorted((one, other))
-    falls = (low - high) * (at - left) // (right - left)
-    return max(low - falls, 0)
 
 
 def _grid(recorded: Iterable[int], num_tokens: int) -> list[int]:

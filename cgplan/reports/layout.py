@@ -71,7 +71,7 @@ def plain_text(
     return "\n".join(line.rstrip() for line in lines)
 
 
-def describe_sizes(sizes: Sequence[int]) -> str:
+def describe_sizes(sizes: Sequence[int], none: str = "none") -> str:
     """``(1, 2, 4, 8, 16, 24, 32)`` -> ``1, 2, 4, 8 to 32 by 8``; ``()`` -> ``none``."""
     parts: list[str] = []
     first = 0
@@ -91,7 +91,7 @@ def describe_sizes(sizes: Sequence[int]) -> str:
             by = f" by {step}" if step > 1 else ""
             parts.append(f"{sizes[first]} to {sizes[last]}{by}")
         first = last + 1
-    return ", ".join(parts) or "none"
+    return ", ".join(parts) or none
 
 
 def describe_lanes(sizes: Iterable[tuple[object, int]]) -> str:
@@ -291,7 +291,12 @@ class Drawing:
 
 
 class Facts:
-    def __init__(self, title: str, rows: Iterable[Fact], answer: str = "") -> None:
+    def __init__(
+        self,
+        title: str,
+        rows: Iterable[Fact],
+        answer: str = "",
+    ) -> None:
         self.title = title
         self.rows = list(rows)
         self.answer = answer
@@ -299,7 +304,9 @@ class Facts:
     def __rich_console__(
         self, console: Console, options: ConsoleOptions
     ) -> Iterator[RenderableType]:
-        yield titled(self.title, sentences(self.answer) if self.answer else None)
+        yield heading(self.title)
+        if self.answer:
+            yield sentences(self.answer)
         width = options.max_width
         lengths = [len(label) for label, _ in self.rows]
         widest = min(max(lengths, default=0), width // 2)
@@ -327,16 +334,16 @@ def labelled(
     return [(label, text) for text in texts]
 
 
-def titled(title: str, *parts: RenderableType | None) -> RenderableType:
+def titled(title: str, *parts: RenderableType | None) -> RenderableType | None:
+    """None without a part."""
     shown = [part for part in parts if part is not None]
-    return Group(
-        sentences(
-            title,
-            style="bold",
-            indent="",
-        ),
-        *shown,
-    )
+    if not shown:
+        return None
+    return Group(heading(title), *shown)
+
+
+def heading(title: str) -> RenderableType:
+    return sentences(title, style="bold", indent="")
 
 
 def figures(

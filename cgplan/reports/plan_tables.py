@@ -287,7 +287,7 @@ def case_table(cases: Sequence[CaseCost], max_loras: int) -> RenderableType | No
 def _padding(plan: Plan) -> RenderableType:
     alike = grouped((sizes, lane) for lane, sizes in plan.lanes().items())
     beyond = "no graph" if len(alike) == 1 else "another lane, or no graph"
-    tables: list[RenderableType] = []
+    tables: list[RenderableType | None] = []
     for sizes, lanes in alike.items():
         names = dict.fromkeys(str(lane._replace(num_active_loras=0)) for lane in lanes)
         title = " and ".join(names)
@@ -444,7 +444,7 @@ def _details(evidence: Evidence) -> Iterator[RenderableType | None]:
         yield _padding_map(evidence.padding_map)
 
 
-def _padding_map(found: PaddingMap) -> RenderableType:
+def _padding_map(found: PaddingMap) -> RenderableType | None:
     first, second = found.names
     sizes = "".join(f"{size:>5}" for size in found.columns)
     lines = [Text(f"{first:>10} |{sizes}  {second}")]
@@ -601,7 +601,7 @@ def render_difference(
     if difference.changed_lanes:
         columns = [_LANE]
         for name in ("added", "removed", "kept"):
-            columns.append(TextColumn(name, name, _sizes_or_dash))
+            columns.append(TextColumn(name, name, lambda sizes: describe_sizes(sizes, "-")))
         lanes = Grid(difference.changed_lanes, *columns)
     both = Grid(
         [
@@ -641,10 +641,6 @@ def _side_by_side(both: Beside) -> RenderableType:
     if len(plans) > 1:
         return render_difference(compare(*plans), *both.reports)
     return stacked(*[titled(file, render(report)) for file, report in both.reports.items()])
-
-
-def _sizes_or_dash(sizes: Sequence[int]) -> str:
-    return describe_sizes(sizes) if sizes else "-"
 
 
 def _both(change: FieldChange) -> str:

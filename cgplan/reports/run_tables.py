@@ -333,14 +333,12 @@ def _bench(report: BenchReport) -> RenderableType:
     made = environment(report.environment)
     if not report.records:
         return stacked(head, made)
-    waiting = queued(report)
-    least = floor(report)
     return stacked(
         head,
         _ranks(report.capture.ranks),
         latencies(report),
-        titled(f"{QUEUED}, time of each", waiting) if waiting else None,
-        titled(FLOOR, least) if least else None,
+        titled(f"{QUEUED}, time of each", queued(report)),
+        titled(FLOOR, floor(report)),
         *_against_baselines(report),
         made,
     )
@@ -558,11 +556,10 @@ def baselines(measured: BaselinesRecord) -> Grid:
 
 @render.register
 def _doctor(report: DoctorReport) -> RenderableType:
-    least = floor(report)
     return stacked(
         Facts("Doctor", doctor_rows(report), verdict(report)),
         coverage(report) if report.records else None,
-        titled(FLOOR, least) if least else None,
+        titled(FLOOR, floor(report)),
         environment(report.environment),
     )
 
@@ -713,7 +710,7 @@ def _words(pointed: Sequence[Any]) -> int:
     return sum(part.words for part in pointed)
 
 
-def _findings(report: AuditReport) -> RenderableType:
+def _findings(report: AuditReport) -> RenderableType | None:
     lines: list[str] = []
     by_address = grouped((finding.address, finding) for finding in report.findings)
     for address, found in by_address.items():
