@@ -452,13 +452,11 @@ def _check_one_graph(
 ) -> None:
     nothing: Chosen = ((),) * len(problem.lanes)
     singles = []
-    for n in range(len(nothing)):
+    for n, gains in enumerate(problem.gains(nothing)):
         _, memory, seconds = problem.costs_with(nothing, n)
-        gains = problem.gains(nothing)[n]
-        worth = np.flatnonzero(gains > WORTH * problem.changeable)
-        if np.any(limits.pays_for(0, memory[worth], seconds[worth])):
-            return
-        for index in worth.tolist():
+        for index in np.flatnonzero(gains > WORTH * problem.changeable).tolist():
+            if limits.pays_for(0, memory[index], seconds[index]):
+                return
             single = (*nothing[:n], (index,), *nothing[n + 1 :])
             singles.append((memory[index], seconds[index], single))
     if not singles:

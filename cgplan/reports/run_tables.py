@@ -451,35 +451,32 @@ def _floor_rows(report: LatencyReport) -> Iterator[Fact]:
 
 def floor(report: LatencyReport) -> Grid | None:
     found = report.floor
-    time = Microseconds("replay", "replay_queued.median")
-    timed = [record for record in report.records if record.replay_queued]
-    if found is None or not timed:
+    if found is None:
         return None
     nodes = {graph.key: graph.nodes for graph in report.capture.records}
-    weights = found.weights_us
-
-    def gaps(row: Any) -> float | None:
-        count = nodes.get(row.key)
-        if count is None:
-            return None
-        return count * found.kernel_us
-
-    def rest(row: Any) -> float | None:
-        between = gaps(row)
-        if between is None:
-            return None
-        left: float = time.of(row) - weights - between
-        return max(left, 0.0)
-
+    rows = []
+    for record in report.records:
+        if record.replay_queued is None:
+            continue
+        took = record.replay_queued.median
+        kernels = nodes.get(record.key)
+        gaps = rest = None
+        if kernels is not None:
+            gaps = kernels * found.kernel_us
+            rest = max(took - found.weights_us - gaps, 0.0)
+        size = record.descriptor.size
+        rows.append((record.lane, size, took, found.weights_us, kernels, gaps, rest))
+    if not rows:
+        return None
     return Grid(
-        timed,
-        TextColumn("key", "lane"),
-        Column("tokens", "descriptor.size"),
-        time,
-        Microseconds("weights", lambda _: weights),
-        Column("kernels", lambda row: nodes.get(row.key)),
-        Microseconds("their gaps", gaps),
-        Microseconds("the rest", rest),
+        rows,
+        TextColumn("key", "0"),
+        Column("tokens", "1"),
+        Microseconds("replay", "2"),
+        Microseconds("weights", "3"),
+        Column("kernels", "4"),
+        Microseconds("their gaps", "5"),
+        Microseconds("the rest", "6"),
         short=True,
     )
 
