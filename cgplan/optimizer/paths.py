@@ -58,7 +58,7 @@ def best_paths(
     weights: Floats,
     times: Floats,
     graphs: int,
-    price: Floats | None = None,
+    price: Floats | float = 0.0,
     each: Ints | None = None,
 ) -> Paths:
     """The least cost of every path, see Note [One lane].
@@ -67,7 +67,7 @@ def best_paths(
         weights: W of each kind of batches: [kinds, N + 1], nondecreasing.
         times: T of each kind: [kinds, N + 1], nondecreasing; index 0 is not used.
         graphs: K.
-        price: Of each size: [N + 1]; None: 0.
+        price: Of each size: [N + 1], or all.
         each: Graphs that each size counts as: [N + 1]; None: 1.
     """
     width = weights.shape[1]
@@ -78,9 +78,7 @@ def best_paths(
     cost[:, 0] = 0.0
     parent = np.zeros(shape, dtype=int)
     took = weights * times
-    ran = took.sum(axis=0)
-    if price is not None:
-        ran += price
+    ran = took.sum(axis=0) + price
     counts = set(each[1:].tolist())
     widest = max(counts, default=1)
     for level in range(1, graphs + 1):

@@ -100,18 +100,14 @@ def best_plan(
     Exact with one lane or two if only the number of graphs is limited or all keys cost the same;
     otherwise ``bound`` says how good it is.
     """
-    most = limits.graphs
-    numbers = np.arange(most + 1)
-    memory, seconds = problem.least(most)
-    paid = limits.pays_for(numbers, memory, seconds)
+    memory, seconds = problem.least(limits.graphs)
+    paid = limits.pays_for(0, memory, seconds)
     most = int(np.flatnonzero(paid)[-1])
     limits = replace(limits, graphs=most)
     found = Search(problem, limits)
     best = found.best(most, goal)
-    costs = problem.costs_of(best.chosen)
-    pays = limits.pays_for(*costs)
-    lanes = len(problem.lanes)
-    is_exact = lanes <= 2 or not limits.has_prices
+    pays = limits.pays_for(*problem.costs_of(best.chosen))
+    is_exact = len(problem.lanes) <= 2 or not limits.has_prices
     if pays and is_exact:
         return best
     chosen, priced = _priced(problem, limits)
@@ -393,8 +389,8 @@ class Search:
                     turn = turns[n]
                     if other is not best:
                         turn = self._turn(other, n, count)
-                    better = turn.sizes(count)
-                    other = _with(other, n, better)
+                    end = int(turn.ends[count])
+                    other = _with(other, n, turn.paths.sizes(count, end))
                 found = self._total(other)
                 if _is_less(found, total):
                     best = other
@@ -431,9 +427,6 @@ class _Turn(NamedTuple):
     paths: Paths
     least: Floats
     ends: Ints
-
-    def sizes(self, graphs: int) -> list[int]:
-        return self.paths.sizes(graphs, int(self.ends[graphs]))
 
 
 def _changes(

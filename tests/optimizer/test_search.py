@@ -215,10 +215,10 @@ def test_paths_are_the_least_of_all(
         np.array([[0.0, *np.cumsum(row[:number])] for row in rows[:kinds]], dtype=np.float64)
         for rows in (weights, rises)
     )
-    price = None if prices is None else np.array([0.0, *prices[:number]])
+    price = 0.0 if prices is None else np.array([0.0, *prices[:number]])
     paths = best_paths(sums, times, graphs, price)
     steps = ((sums[:, None, :] - sums[:, :, None]) * times[:, None, :]).sum(0)
-    steps = (steps if price is None else steps + price).tolist()  # [from, to]
+    steps = (steps + price).tolist()  # [from, to]
 
     before = [0.0] + [math.inf] * number
     for level in range(1, graphs + 1):
