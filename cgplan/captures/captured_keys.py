@@ -24,7 +24,7 @@ from cgplan.backends.backend import span
 from cgplan.captures.audit import audit, audit_error
 from cgplan.captures.capturer import Capturer, Next, driver_bytes
 from cgplan.captures.failures import drop_locals
-from cgplan.captures.model_graphs import ModelGraphs, Rehearsal
+from cgplan.captures.model_graphs import ModelGraphs
 from cgplan.config import Config
 from cgplan.errors import (
     AuditError,
@@ -141,8 +141,8 @@ class CapturedKeys:
         """Raises as CaptureSession.run, and AuditError."""
         graphs = self.graphs
         if keys:
-            with graphs.first_captures() as rehearsal, self.guard.timed():
-                self.capture_all(keys, rehearsal)
+            with graphs.first_captures(), self.guard.timed():
+                self.capture_all(keys)
                 self._capturer.refuse_uncomputed()
         self._capturer.in_service = True
         self._survivable = (CaptureError, ModelError, ConfigError)
@@ -174,7 +174,7 @@ class CapturedKeys:
         start = time.perf_counter()
         new: tuple[Key, ...] = ()
         try:
-            with self.graphs.captures_again() as rehearsal, self.guard.timed():
+            with self.graphs.captures_again(), self.guard.timed():
                 if self._workspace_bytes is None:
                     self.guard.start_in_service()
                 if renew:
@@ -183,7 +183,7 @@ class CapturedKeys:
                     self._evict(evicted)
                 missing = set(self.wanted.keys) - set(self.failed) - set(self._records)
                 new = capture_order(key for key in keys if key in missing)
-                self.capture_all(new, rehearsal)
+                self.capture_all(new)
             self._note_workspace()
             self._audit_if_asked()
         except AuditError:
@@ -213,7 +213,6 @@ class CapturedKeys:
     def capture_all(
         self,
         keys: Sequence[Key],
-        rehearsal: Rehearsal,
     ) -> None:
         in_service = self._capturer.in_service
         pools = self.graphs.pools
@@ -252,9 +251,6 @@ class CapturedKeys:
             done = 0
         if self.graphs.real_rows is not None:  # else `refill` does, as the block ends
             self.graphs.buffers.fill_padding()
-        # graphs of before rely on what was there then
-        if self._records.keys().isdisjoint({*keys, *had_graph}):
-            rehearsal.put_back.keeps_first_use = False
 
     def _capture_one(
         self,

@@ -387,6 +387,8 @@ class ModelGraphs:
 
     def _end_rehearsal(self, put_back: PutBack) -> None:
         self.backend.synchronize()
+        graphs = {key for key, _ in self.captured()}
+        put_back.keeps_first_use = not put_back.captured.isdisjoint(graphs)
         put_back.restore()
         self.backend.synchronize()  # the next batch may use another stream
         self.addresses.volatile |= put_back.volatile
@@ -438,7 +440,7 @@ class ModelGraphs:
             try:
                 yield rehearsal
             except BaseException:
-                rehearsal.put_back.keeps_first_use = False
+                rehearsal.put_back.captured.clear()
                 raise
             self.buffers.refill()
             self.backend.synchronize()

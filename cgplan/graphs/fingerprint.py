@@ -38,7 +38,7 @@ _KINDS_OF_MOVES = (
 _SHOWN = 10
 ABSENT: Any = object()
 _ADDRESS: Any = object()  # address of a moved tensor
-_CONTENTS: Any = object()  # of a list or set
+_CONTENTS: Any = object()  # of a list, deque or set
 _ABSENT_ERRORS = (LookupError, AttributeError, ValueError)
 
 
@@ -671,7 +671,7 @@ def _changes_of(contents: Mapping[str, Contents]) -> list[Change]:
             continue
         elif not issubclass(held.base, dict):
             where = None
-            if held.base is list and length > held.length:
+            if length > held.length:
                 where = held, _CONTENTS
             found.append(Change(f"len({path})", held.length, length, where))
         else:

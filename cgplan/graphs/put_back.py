@@ -73,6 +73,7 @@ class PutBack:
         last: Changes of Python after the last run.
         held: Tensors of first use that the graph of a key may read, though another key replaces
             them; None: those that first use replaced.
+        captured: Keys whose capture did not fail.
         keeps_first_use, keeps_containers: A graph relies on them.
         computed: Storages of inputs' values by id, as looks saw them.
         value_read: Where the host first needed a value of inputs.
@@ -96,6 +97,7 @@ class PutBack:
         self._of_engine = set[str]()  # paths
         self.key: Key | None = None  # of the next run
         self._runs = list[object]()  # keys
+        self.captured = set[object]()
         self.computed: dict[int, StorageWeakRef] = {}
         self.value_read: str | None = None
         self.keeps_first_use = True
@@ -168,6 +170,8 @@ class PutBack:
         run: Run,
         changed: Mapping[str, Change],
     ) -> None:
+        if run.captures and run.is_whole:
+            self.captured.add(run.key)
         for path, change in changed.items():
             if path in self._bound:
                 continue

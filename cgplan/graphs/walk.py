@@ -158,8 +158,9 @@ class Contents:
         return self.length  # the same object: places are compared by identity
 
     def refill(self) -> None:
-        """A list that grew."""
-        del self.value[self.length :]
+        """A list or deque that grew."""
+        while self.base.__len__(self.value) > self.length:
+            self.base.pop(self.value)
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ import sys
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from operator import truediv
@@ -22,13 +22,12 @@ from typing import Any, NamedTuple
 import torch
 from pydantic import BaseModel, ValidationError
 from torch import Tensor
-from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from cgplan.backends import GraphBackend
 from cgplan.backends.context import AmbientState, random_state_kept
-from cgplan.backends.replacing import T
+from cgplan.backends.replacing import T, replaced
 from cgplan.buffers.compare import differences
 from cgplan.buffers.static import example_batch
 from cgplan.captures.failures import drop_locals
@@ -287,19 +286,23 @@ class Trials:
         )
         budget = config.budget.changed(capture_time=seconds)
         config = config.changed(compilation=compilation, budget=budget)
-        # a trace would hold for calls with the hook alone
+        # a trace would hold what notes
         is_traced = compilation.compiler != "eager"
         noting = nullcontext() if is_traced else _failing_module(self.model, failed)
-        with noting:
-            runner = CaptureSession(
-                build_plan(config),
-                self.model,
-                self.backend,
-                config,
-                state=self.state,
-                before_key=self.before_key,
-            ).run()
-        return _tried(runner, way)  # the hook slows eager steps down
+        # the model is looked at once
+        with ExitStack() as trial:
+            with noting:
+                runner = CaptureSession(
+                    build_plan(config),
+                    self.model,
+                    self.backend,
+                    config,
+                    state=self.state,
+                    before_key=self.before_key,
+                    trial=trial,
+                ).run()
+            trial.enter_context(closing(runner))
+            return _tried(runner, way)  # the hook slows eager steps down
 
     def _fastest(
         self,
@@ -414,17 +417,15 @@ def _tried(
     way: Way,
 ) -> tuple[Candidate | None, str]:
     name, compilation, _ = way
-    # the model is looked at once
-    with closing(runner), runner.graphs.rehearsing():
-        nbytes = runner.report.pool_bytes
-        difference = _first_difference(runner)
-        gains = _gains(runner)
-        if not gains:
-            return (
-                None,
-                f"{name} has no graphs: the configuration or its budget leaves all of them out",
-            )
-        fusible = _fusible_share(runner)
+    nbytes = runner.report.pool_bytes
+    difference = _first_difference(runner)
+    gains = _gains(runner)
+    if not gains:
+        return (
+            None,
+            f"{name} has no graphs: the configuration or its budget leaves all of them out",
+        )
+    fusible = _fusible_share(runner)
     route = runner.graphs.route
     candidate = Candidate(
         way,
@@ -511,30 +512,29 @@ def _failing_module(model: Callable[..., Any], failed: list[str]) -> Iterator[No
     if isinstance(model, torch.nn.Module):
         names = {id(module): name for name, module in model.named_modules() if name}
 
-    def note(
-        module: torch.nn.Module,
-        args: Any,  # noqa: ARG001
-        output: Any,  # noqa: ARG001
-    ) -> None:
-        nonlocal last
-        error = sys.exc_info()[1]
-        if error is None or error is last or id(module) not in names:
-            return
-        last = error
-        # in all layers
-        failed[:] = [
-            re.sub(
-                r"(?<![^.])\d+(?![^.])",
-                "*",
-                names[id(module)],
-            )
-        ]
+    run_module = torch.nn.Module.__call__
 
-    handle = register_module_forward_hook(note, always_call=True)
+    def noting(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        nonlocal last
+        try:
+            return run_module(module, *args, **kwargs)
+        except Exception as error:
+            if error is not last and id(module) in names:
+                last = error
+                # in all layers
+                failed[:] = [
+                    re.sub(
+                        r"(?<![^.])\d+(?![^.])",
+                        "*",
+                        names[id(module)],
+                    )
+                ]
+            raise
+
     try:
-        yield
+        with replaced(torch.nn.Module, __call__=noting):
+            yield
     finally:
-        handle.remove()
         last = None  # its frames hold tensors
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
+from contextlib import ExitStack
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
@@ -37,6 +38,7 @@ class CaptureSession:
             descriptor and static rows by name, which hold padding.
         real_rows: Absent: captures run on padding.
         route: Of a trial of FULL graphs, with its traces.
+        trial: A block whose end frees the runner, then puts the model back; absent: none.
         began: When the report begins, by ``time.perf_counter()``; absent: now.
 
     Raises ConfigError for ``cudagraph_mode: AUTO``, which ``choose_mode`` decides.
@@ -56,6 +58,7 @@ class CaptureSession:
     began: float | None = None
     real_rows: RealRows | None = None
     route: SplitRoute | None = None
+    trial: ExitStack | None = None
 
     def __post_init__(self) -> None:
         refuse_auto(self.config.compilation)
@@ -148,6 +151,8 @@ class CaptureSession:
                 ranks=ranks,
                 on_demand=on_demand,
             )
+            if self.trial is not None:
+                self.trial.enter_context(graphs.rehearsing())
             graphs.choose_route(self.route)
             captured = CapturedKeys(
                 graphs,
@@ -180,6 +185,7 @@ class CaptureSession:
                 config=config,
                 pool=None,
                 progress=None,
+                trial=None,
             )
             try:
                 twin = session.run()

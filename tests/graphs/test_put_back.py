@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable
 from contextlib import closing
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -130,11 +132,11 @@ def test_where_no_capture_succeeds_all_is_put_back() -> None:
 
 
 def test_what_was_made_with_a_flag_that_cannot_be_undone_stays_with_it() -> None:
-    model: Any = SimpleNamespace(known=deque[int](), table=None, rows=torch.zeros(2))
+    model: Any = SimpleNamespace(known=np.zeros(1), table=None, rows=torch.zeros(2))
 
     def forward() -> None:
-        if not model.known:
-            model.known.append(1)
+        if not model.known[0]:
+            model.known[0] = 1
             model.table = t()
             model.rows.fill_(3)
 
@@ -143,7 +145,7 @@ def test_what_was_made_with_a_flag_that_cannot_be_undone_stays_with_it() -> None
         forward()
     kept.keeps_first_use = False
     kept.restore()
-    assert (len(model.known), model.table is None, model.rows.tolist()) == (1, False, [3, 3])
+    assert (model.known[0], model.table is None, model.rows.tolist()) == (1, False, [3, 3])
 
 
 def test_what_no_first_run_changes_is_not_made_on_first_use() -> None:
@@ -452,6 +454,33 @@ def test_a_capture_in_service_that_is_refused_leaves_nothing_of_its_batch_in_dic
     with closing(cgplan.capture(model, inputs, compilation=compilation, device="cpu")) as runner:
         assert runner(x=torch.ones(3, 2)).tolist() == [[3, 3]] * 3
         assert list(model.kept) == ["3"]
+
+
+class Stream(nn.Module):
+    """Adds what the call before left in Python."""
+
+    def __init__(self, kept: Any) -> None:
+        super().__init__()
+        self.kept = kept
+
+    def forward(self, x: Tensor) -> Tensor:
+        last = self.kept["x"] if isinstance(self.kept, dict) else sum(self.kept)
+        if isinstance(self.kept, dict):
+            self.kept["x"] = x[0].clone()
+        else:
+            self.kept.append(x[0].clone())
+        return x + last
+
+
+@pytest.mark.parametrize("kept", [{"x": 1.0}, [1.0], deque([1.0], maxlen=2)])
+def test_trials_of_auto_leave_nothing_of_their_padding_in_containers(kept: Any) -> None:
+    model = Stream(kept).eval()
+    before = copy.copy(kept)
+    inputs = {"x": Input(shape=("num_tokens", 2), dtype="float32", pad=0.5)}
+    compilation = {"cudagraph_capture_sizes": [2, 4], "cudagraph_mode": "AUTO"}
+    with closing(cgplan.capture(model, inputs, compilation=compilation, device="cpu")) as runner:
+        assert runner.plan.keys == ()
+        assert kept == before
 
 
 class CountsSmall(nn.Module):

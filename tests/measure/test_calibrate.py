@@ -189,6 +189,18 @@ def test_what_is_spent_once_is_known_apart() -> None:
     assert costs.of(build_plan(config).keys).keys[1].seconds < costs.once_seconds
 
 
+def test_a_calibration_leaves_nothing_in_lists() -> None:
+    sizes = list[int]()
+
+    def model(x: Tensor) -> Tensor:
+        sizes.append(len(x))
+        return x + 1
+
+    config = config_of([2, 4], ("num_tokens", 8))
+    calibrate(config, model, TapeBackend(), build_plan(config))
+    assert sizes == []
+
+
 def test_a_calibration_that_fails_gives_everything_back() -> None:
     device = WithDriver()
     before = reserved(device)
