@@ -282,12 +282,18 @@ class Capturer:
     def _run(self, rehearsal: Rehearsal, key: Key, times: int) -> None:
         graphs = self._graphs
         outside = graphs.facts.outside
+        put_back = rehearsal.put_back
         compiled = _Clock.now().compile_seconds
         for _ in range(times):
             log: Any = nullcontext()
-            if outside:  # the look has seen one size
-                tensors = [*rehearsal.put_back.before.tensors, *graphs.views(key[1]).values()]
-                log = OutsideLog(graphs.backend.device.type, storages_of(tensors))
+            # the look has seen one size, and perhaps first use
+            if outside or put_back.last:
+                tensors = [*put_back.before.tensors, *graphs.views(key[1]).values()]
+                log = OutsideLog(
+                    graphs.backend.device.type,
+                    storages_of(tensors),
+                    put_back.storages,
+                )
             with rehearsal.judged_run(key[0]), log:
                 graphs.warm_up(key)
             if outside:

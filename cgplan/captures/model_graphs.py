@@ -387,8 +387,8 @@ class ModelGraphs:
 
     def _end_rehearsal(self, put_back: PutBack) -> None:
         self.backend.synchronize()
-        graphs = {key for key, _ in self.captured()}
-        put_back.keeps_first_use = not put_back.captured.isdisjoint(graphs)
+        keys = put_back.captured
+        put_back.keeps_first_use = any(key in keys for key, _ in self.captured())
         put_back.restore()
         self.backend.synchronize()  # the next batch may use another stream
         self.addresses.volatile |= put_back.volatile
@@ -658,6 +658,7 @@ class Rehearsal:
                 addresses.reads.add(path)
             elif id(place.value) in of_pieces and path not in addresses.reads:
                 addresses.volatile.add(path)
+        facts.overwritten -= found.written  # another size, or a first run, may overwrite
         facts.overwritten |= found.overwritten
         facts.read_whole |= found.read_whole
         facts.outside += found.outside
@@ -773,7 +774,7 @@ class Rehearsal:
     @property
     def left(self) -> str:
         """Paths of Python and tensors that the last run changed, and not each run does."""
-        return _listed([*self._left, *self.put_back.storages.new])
+        return _listed([*self._left, *self.put_back.storages.newly_written])
 
     @property
     def _left(self) -> dict[str, Change]:

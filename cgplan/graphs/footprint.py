@@ -51,6 +51,7 @@ from cgplan.backends.replacing import answering, replaced, setting
 from cgplan.errors import CaptureError, first_line
 from cgplan.graphs.fingerprint import ABSENT, Fingerprint, is_same, is_tensor
 from cgplan.graphs.put_back import PutBack
+from cgplan.graphs.written import WrittenStorages
 
 Part = Literal["segment", "eager piece"]
 _COMPUTES_NOTHING = ("empty", "new_empty", "_unsafe_view")
@@ -75,7 +76,8 @@ class Footprint:
         stale: Paths that graph code bound and an eager piece read.
         packages_that_ask: Whose graph code asks for a capture.
         capture_visible_because: The host sync for which they see it.
-        overwritten: Ids of storages written at given places, unread before.
+        written, storages_read: Ids of storages.
+        overwritten: Those written at given places, unread before.
         read_whole: Bytes of the model's storages by id, but those that gathers read.
     """
 
@@ -96,8 +98,30 @@ class Footprint:
     from_inputs: dict[int, StorageWeakRef] = field(default_factory=dict)
     writes_input: str | None = None
     overwritten: set[int] = field(default_factory=set)
+    written: set[int] = field(default_factory=set)
+    storages_read: set[int] = field(default_factory=set)
     read_whole: dict[int, int] = field(default_factory=dict)
     outside: list[torch.Tensor] = field(default_factory=list)
+
+
+def note_writes(
+    found: Footprint,
+    func: Any,
+    args: Args,
+    kwargs: Kwargs,
+    given: Iterable[int],
+) -> None:
+    """``given``: ids of storages."""
+    written = set(map(storage_id, written_tensors(func, args, kwargs)))
+    found.written |= written
+    adds = any(leaf is True or type(leaf) is str for leaf in leaves_of(args, kwargs))
+    if func._opname in _OVERWRITES and not adds:  # `accumulate` and `reduce` do
+        found.overwritten |= written - found.storages_read
+        found.storages_read |= set(given) - written
+        return
+    found.overwritten -= written
+    if not operator_of(func).is_view:
+        found.storages_read.update(given)
 
 
 class Outside:
@@ -138,9 +162,12 @@ class OutsideLog(OperatorMode):
         self,
         device: str,
         known: Iterable[int],
+        storages: WrittenStorages,
     ) -> None:
         super().__init__(device)
         self.outside = Outside(known)
+        self._found = Footprint()
+        storages.watched = self._found.written, self._found.overwritten
 
     def see(
         self,
@@ -151,6 +178,15 @@ class OutsideLog(OperatorMode):
         result = self.run(func, args, kwargs)
         given = {storage_id(tensor): tensor for tensor in tensors_in((args, kwargs))}
         self.outside.note(given, tensors_in(result))
+        is_plain = isinstance(func, torch._ops.OpOverload)
+        if is_plain and not implemented_in_python(func, self.device.upper()):
+            note_writes(
+                self._found,
+                func,
+                args,
+                kwargs,
+                given,
+            )
         return result
 
 
@@ -195,6 +231,7 @@ class Look(DispatchMode):
         self.hidden_from = hidden_from
         self.refusals = Refusals(raises=False)
         self._put_back = put_back
+        put_back.storages.watched = self.found.written, self.found.overwritten
         self._state: Fingerprint = put_back.before
         self._is_whole = is_whole
         self._part: Part = part
@@ -216,7 +253,6 @@ class Look(DispatchMode):
         self.outside = Outside((*of_model, *self._inputs))
         self.found.from_inputs |= self._inputs
         self.refusals.watched = self.found.from_inputs
-        self._storages_read = set[int]()
         self._in_piece = False
         self._of_piece = set[int]()  # ids of its arguments
         self._made_by_pieces = dict[int, weakref.ref[torch.Tensor]]()
@@ -317,11 +353,12 @@ class Look(DispatchMode):
             found.from_inputs |= storages_of(results)
         if self._in_piece:
             self._follow_piece(tensors, results)
-        self._note_storages(
+        note_writes(
+            found,
             func,
-            leaves,
+            args,
+            kwargs,
             given,
-            ids_written,
         )
         if func._opname.startswith("_foreach_"):
             count_writes(func, args, kwargs)
@@ -345,24 +382,6 @@ class Look(DispatchMode):
     def _count(self, func: Any) -> None:
         if not self._depth and _computes(func):
             self.found.operators[self._part][func._schema.name] += 1
-
-    def _note_storages(
-        self,
-        func: Any,
-        leaves: Iterable[Any],
-        given: Iterable[int],
-        written: set[int],
-    ) -> None:
-        overwrites = func._opname in _OVERWRITES
-        if overwrites:  # `accumulate` and `reduce` add
-            overwrites = not any(leaf is True or type(leaf) is str for leaf in leaves)
-        if overwrites:
-            self.found.overwritten |= written - self._storages_read
-            self._storages_read |= set(given) - written
-            return
-        self.found.overwritten -= written
-        if not operator_of(func).is_view:
-            self._storages_read.update(given)
 
     def answer(self, package: str) -> bool:
         """Whether a package sees a capture."""

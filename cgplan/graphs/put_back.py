@@ -133,12 +133,10 @@ class PutBack:
         finally:
             now = self.before.changes()
             if not is_whole:
-                for change in _differing(self.last, now).values():
-                    if self._can_undo(
-                        change,
-                        containers=not captures,
-                    ):
-                        change.bind(change.was)
+                self._undone(
+                    _differing(self.last, now),
+                    containers=not captures,
+                )
                 now = self.before.changes()
             changed = _differing(self.last, now)
             self._failed = {} if is_whole else changed
@@ -189,19 +187,29 @@ class PutBack:
 
     def undo_failed(self) -> None:
         """Containers, too, as the failed capture is not tried again."""
-        for path, change in self._failed.items():
-            can_undo = self._can_undo(
-                change,
-                containers=True,
-            )
-            if not can_undo:
-                continue
-            change.bind(change.was)
+        for path in self._undone(self._failed, containers=True):
             known = self._bound.get(path)
-            if known is not None and len(known.uses.runs) == 1:
+            if known and len(known.uses.runs) == 1:
                 del self._bound[path]
         self._failed = {}
         self.last = self.before.changes()
+
+    def _undone(
+        self,
+        changes: Mapping[str, Change],
+        *,
+        containers: bool,
+    ) -> list[str]:
+        found = list[str]()
+        for path, change in changes.items():
+            can_undo = self._can_undo(
+                change,
+                containers=containers,
+            )
+            if can_undo:
+                change.bind(change.was)
+                found.append(path)
+        return found
 
     def hold_made(self) -> None:
         """Ahead of a capture."""
@@ -209,7 +217,7 @@ class PutBack:
         was = dict[str, Any]()
         for path in self.made:
             change = self.last.get(path)
-            if change is not None:
+            if change:
                 now[path] = change.now
                 was[path] = change.was
         if not now:
@@ -238,7 +246,7 @@ class PutBack:
                 known.first = self.last[path].now
                 known.is_captured = False
         for written in self.storages.by_address.values():
-            if written.is_small and written.path in self.storages.new:
+            if written.is_small and written.path in self.storages.newly_written:
                 written.is_captured = False
                 written.after_first = written.now = written.storage.clone()
 
@@ -331,6 +339,8 @@ class PutBack:
                 is_irregular |= bool(first) and not uses.is_first_use
             for key in first.keys() & later.keys():
                 is_irregular |= first[key] != later[key]
+            ways = {(number in of_first_use, how) for number, how in uses.overwrites.items()}
+            is_irregular |= ways >= {(True, True), (False, False)}  # begun, then gone on with
             if is_irregular:
                 found.append(written.path)
         return found
@@ -386,8 +396,6 @@ class PutBack:
 
     def restore(self) -> None:
         """Undo changes for good. The device is idle."""
-        if len(self._runs) < 2:  # a look alone does not tell first use apart
-            self.keeps_first_use = False
         made = self.made
         self.last = self.before.changes()
         of_made = set[int]()  # runs

@@ -47,6 +47,7 @@ class Uses:
         repeated: Two runs of a key did.
         skipped: Some run did not.
         stopped: A later run of such a key did not.
+        overwrites: Whether watched runs wrote it unread.
     """
 
     runs: dict[int, int] = field(default_factory=dict)
@@ -54,6 +55,7 @@ class Uses:
     repeated: bool = False
     skipped: bool = False
     stopped: bool = False
+    overwrites: dict[int, bool] = field(default_factory=dict)
     _keys: set[object] = field(default_factory=set)
 
     def count(
@@ -188,7 +190,8 @@ class WrittenStorages:
 
     Attributes:
         copied: Bytes by kind of copy.
-        new: Paths of tensors that the last run wrote, and another one did not.
+        watched: Ids that operators of this run wrote, and of those that they overwrote.
+        newly_written: Paths of tensors that the last run wrote, and another one did not.
     """
 
     def __init__(
@@ -199,9 +202,9 @@ class WrittenStorages:
         self._limit = limit
         self.by_address: dict[int, Written] = {}
         self.copied = Counter[Outcome]()
-        self.new: list[str] = []
+        self.newly_written: list[str] = []
         self._unowned: dict[int, _Unowned] = {}
-        self._seen = set[int]()  # addresses that operators of this run wrote
+        self.watched = set[int](), set[int]()
         self.of_model = by_address(before)
         self._versioned = list[Place]()
         self._versions = list[int]()  # ahead of the run
@@ -232,7 +235,6 @@ class WrittenStorages:
                 address = storage.data_ptr()
             except (RuntimeError, NotImplementedError):
                 continue
-            self._seen.add(address)
             if not address or address in self.by_address:
                 continue
             if address in self.of_model:
@@ -327,7 +329,8 @@ class WrittenStorages:
         self,
         run: Run,
     ) -> None:
-        self.new = []
+        self.newly_written = []
+        seen, overwritten = self.watched
         with torch._C.DisableTorchFunction():
             for place, version in zip(self._versioned, self._versions, strict=True):
                 if place.value._version == version:
@@ -336,13 +339,17 @@ class WrittenStorages:
                 if address in self._small:
                     self.by_address.setdefault(address, self._small[address])
                 if address not in self.by_address:
-                    self.new.append(place.path)
-            for address, written in self.by_address.items():
-                written.count_run(run, is_seen=address in self._seen)
+                    self.newly_written.append(place.path)
+            for written in self.by_address.values():
+                storage = written.storage._cdata
+                is_seen = storage in seen
+                if is_seen:
+                    written.uses.overwrites[run.number] = storage in overwritten
+                written.count_run(run, is_seen=is_seen)
                 if run.number in written.uses.runs and written.uses.skipped:
-                    self.new.append(written.path)
+                    self.newly_written.append(written.path)
         self._unowned.clear()
-        self._seen.clear()
+        self.watched = set[int](), set[int]()
 
     def clear(self) -> None:
         """Drop copies: an exception's frames may hold this object for long."""

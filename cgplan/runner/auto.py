@@ -11,7 +11,7 @@ import sys
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from operator import truediv
@@ -167,8 +167,7 @@ class Trials:
         changed = {name: getattr(chosen, name) for name in chosen.model_fields_set}
         mode = chosen.cudagraph_mode
         logger.info("cudagraph_mode AUTO -> %s: %s", mode, choice.reason)
-        compilation = self.config.compilation.changed(**changed)
-        config = self.config.changed(compilation=compilation)
+        config = self.config.changed(compilation=self.config.compilation.changed(**changed))
         plan = build_plan(config)
         change = PlanChange(requested=AUTO, resolved=mode, reason=choice.reason)
         return config, plan.changed(
@@ -278,14 +277,15 @@ class Trials:
         failed: list[str],
     ) -> tuple[Candidate | None, str]:
         config = self.config
-        sizes = sorted(_timed_sizes(plan, config))
         compilation = way.compilation.changed(
-            cudagraph_capture_sizes=tuple(sizes),
+            cudagraph_capture_sizes=tuple(sorted(_timed_sizes(plan, config))),
             max_cudagraph_capture_size=None,
             capture_policy="eager",
         )
-        budget = config.budget.changed(capture_time=seconds)
-        config = config.changed(compilation=compilation, budget=budget)
+        config = config.changed(
+            compilation=compilation,
+            budget=config.budget.changed(capture_time=seconds),
+        )
         # a trace would hold what notes
         is_traced = compilation.compiler != "eager"
         noting = nullcontext() if is_traced else _failing_module(self.model, failed)
@@ -301,7 +301,7 @@ class Trials:
                     before_key=self.before_key,
                     trial=trial,
                 ).run()
-            trial.enter_context(closing(runner))
+            trial.callback(runner.close)
             return _tried(runner, way)  # the hook slows eager steps down
 
     def _fastest(
@@ -417,7 +417,6 @@ def _tried(
     way: Way,
 ) -> tuple[Candidate | None, str]:
     name, compilation, _ = way
-    nbytes = runner.report.pool_bytes
     difference = _first_difference(runner)
     gains = _gains(runner)
     if not gains:
@@ -430,7 +429,7 @@ def _tried(
     candidate = Candidate(
         way,
         gains,
-        nbytes,
+        runner.report.pool_bytes,
         fusible,
         route if route.name == "full" else None,
     )
@@ -463,7 +462,6 @@ def _fusible_share(runner: GraphRunner) -> float:
     products = {str(packet).replace(".", "::") for packet in flop_registry}
     with on_padding(graphs) as rehearsal:
         for key in timed_keys(runner):
-            rehearsal.look(key)
             rehearsal.put_back.rewind()
             rehearsal.set_context(key)
             with torch.profiler.profile(acc_events=True) as profile:
@@ -562,7 +560,6 @@ def _first_difference(runner: GraphRunner) -> str | None:
     device = runner.backend.device
     with on_padding(graphs) as rehearsal:
         for key in timed_keys(runner):
-            rehearsal.look(key)
             descriptor = key[1]
             views = graphs.views(descriptor)
             reqs = graphs.padded_reqs(descriptor)

@@ -185,7 +185,6 @@ class CaptureSession:
                 config=config,
                 pool=None,
                 progress=None,
-                trial=None,
             )
             try:
                 twin = session.run()

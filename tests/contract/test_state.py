@@ -1694,36 +1694,40 @@ def test_a_part_that_first_use_makes_in_place_of_none_is_made_again(
 class FirstBatchDiffers(nn.Module):
     """Statistics of the first batch, which padding leaves at 0, or that later batches go on with."""
 
-    def __init__(self, runs_on: bool) -> None:
+    def __init__(self, later: str) -> None:
         super().__init__()
         self.register_buffer("mean", torch.zeros(2))
         self.is_first = True
-        self.runs_on = runs_on
+        self.later = later
 
     def forward(self, x: Tensor) -> Tensor:
         if self.is_first:
-            where = (
-                self.mean if self.runs_on else self.mean.data
-            )  # versions do not count the latter
+            # versions do not count the latter
+            where = self.mean if self.later else self.mean.data
             where.copy_(x[0])
             self.is_first = False
-        elif self.runs_on:
+        elif self.later == "two writes":
             self.mean.mul_(0.5).add_(x[0], alpha=0.5)
+        elif self.later == "as many writes":
+            self.mean.lerp_(x[0], 0.5)
+        elif self.later == "the same operator":
+            self.mean.copy_((self.mean + x[0]) / 2)
         return x + self.mean
 
 
 @pytest.mark.parametrize("way", ["FULL", "lazy", "AUTO", "warm_up", "eager"])
-@pytest.mark.parametrize("runs_on", [False, True])
+@pytest.mark.parametrize("later", ["", "two writes", "as many writes", "the same operator"])
 def test_statistics_that_the_first_batch_begins_are_not_of_padding(
-    backend: GraphBackend, runs_on: bool, way: str
+    backend: GraphBackend, later: str, way: str
 ) -> None:
-    model, plain = (FirstBatchDiffers(runs_on).to(backend.device).eval() for _ in range(2))
+    model, plain = (FirstBatchDiffers(later).to(backend.device).eval() for _ in range(2))
     run: Any = model
     if way == "FULL":
         with pytest.raises(CaptureError, match="mean on first use"):
             open_runner(backend, model)
     else:
-        run = opened(backend, model, way, verify="off" if way == "lazy" else "first")
-    for _ in range(6):
-        x = torch.randn(4, 2, device=backend.device)
+        verify = "off" if way == "lazy" and later != "two writes" else "first"
+        run = opened(backend, model, way, verify)
+    for rows in (4, 2, 1, 4, 2, 1):
+        x = torch.randn(rows, 2, device=backend.device)
         same(run(x), plain(x))
