@@ -908,6 +908,27 @@ def test_nested_tensors_run_by_the_models_own_code(backend: GraphBackend) -> Non
             )
 
 
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda y: y.to("meta"),
+        lambda y: torch.quantize_per_tensor(y.cpu(), 0.1, 0, torch.qint8),
+        lambda y: torch.nested.as_nested_tensor([y[0], y[:1].reshape(-1)]),
+    ],
+    ids=["meta", "quantized", "nested"],
+)
+def test_outputs_that_no_graph_holds_come_from_the_models_own_code(
+    backend: GraphBackend, wrap: Any
+) -> None:
+    g = cgplan.graphed(lambda x: (x * 2, wrap(x * 2)))
+    x = torch.ones(3, 4, device=backend.device)
+    for _ in range(5):
+        y, wrapped = g(x)
+        assert torch.equal(y, x * 2)
+        assert type(wrapped) is Tensor
+    assert g.graph_calls == 0
+
+
 def test_a_call_much_like_the_last_one_is_told_apart(backend: GraphBackend) -> None:
     def model(x: Tensor, y: Tensor) -> Tensor:
         return x * 2 + y

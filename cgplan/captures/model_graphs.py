@@ -387,8 +387,7 @@ class ModelGraphs:
 
     def _end_rehearsal(self, put_back: PutBack) -> None:
         self.backend.synchronize()
-        keys = put_back.captured
-        put_back.keeps_first_use = any(key in keys for key, _ in self.captured())
+        put_back.keeps_first_use = any(key in put_back.captured for key, _ in self.captured())
         put_back.restore()
         self.backend.synchronize()  # the next batch may use another stream
         self.addresses.volatile |= put_back.volatile

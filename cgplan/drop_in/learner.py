@@ -235,10 +235,9 @@ class Learner(Inference):
         versions = list(map(version_of, tensors))
         records = list[Fingerprint]()
         if kind.stage is not Stage.NEW:
-            arguments = call.by_name(self.signature)
             records = [
                 self._fingerprint({"model": self.model}, draws=True),
-                self._fingerprint(arguments),
+                self._fingerprint(call.by_name(self.signature)),
             ]
         drawn, written = _effects_until_now(records)
         output = self.model(*call.args, **call.kwargs)
@@ -267,8 +266,7 @@ class Learner(Inference):
         is_steady = kind.may_capture  # else it changed the model
         writes_state = is_steady and written_now != written
         draws = is_steady and drawn_now != drawn
-        recomputes = settings.recomputes and True in kind.requires_grad
-        if recomputes and (draws or writes_state):
+        if settings.recomputes and True in kind.requires_grad and (draws or writes_state):
             kind.run_eagerly(
                 "backward could not run it again: each run draws random numbers, or writes tensors"
             )
@@ -288,11 +286,13 @@ class Learner(Inference):
         output: Any,
     ) -> None:
         form, leaves = taken_apart(output)
-        shapes = shapes_of(leaves)
-        kind.forget_others(sizes, shapes)
         if isinstance(output, Mapping):
             kind.keys = [f", {path}" for path, _ in tensors_by_name(output, "")]
+        if any(leaf.is_meta or leaf.is_quantized for leaf in leaves):
+            kind.run_eagerly("the model returns a tensor without data, or a quantized one")
         try:
+            shapes = shapes_of(leaves)
+            kind.forget_others(sizes, shapes)
             kind.learn(sizes, form, shapes)
         except OutputShapeError as error:
             self.give_up(kind, error.message)
@@ -340,9 +340,10 @@ class Learner(Inference):
             self._kinds[kind.form].remove(kind)
 
     def warmed_up(self, call: Call) -> tuple[Kind, Sizes]:
-        arguments = call.by_name(self.signature)
-        before = self._fingerprint({"model": self.model, "arguments": arguments})
-        kept = PutBack(before, copy_limit(self.settings.compilation, self.backend))
+        kept = PutBack(
+            self._fingerprint({"model": self.model, "arguments": call.by_name(self.signature)}),
+            copy_limit(self.settings.compilation, self.backend),
+        )
         failed = list[Exception]()
 
         def first_calls() -> None:
@@ -372,11 +373,9 @@ def _effects_until_now(records: Sequence[Fingerprint]) -> tuple[list[Any], list[
     if not records:
         return [], []
     index = records[0].device.index or 0
-    of_device = torch.cuda.default_generators[index : index + 1]
-    generators = [torch.default_generator, *of_device]
+    generators = [torch.default_generator, *torch.cuda.default_generators[index : index + 1]]
     tensors = list[Tensor]()
     for record in records:
         generators += record.generators
         tensors += record.tensors
-    states = [generator.get_state().tolist() for generator in generators]
-    return states, list(map(version_of, tensors))
+    return [each.get_state().tolist() for each in generators], list(map(version_of, tensors))

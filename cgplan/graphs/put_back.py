@@ -299,7 +299,7 @@ class PutBack:
             if known.is_captured or not uses.is_first_use:
                 continue
             change = self.last.get(path)
-            if change is not None:
+            if change:
                 container, _ = change.where or (None, None)
                 if id(container) in self._growing:
                     continue
