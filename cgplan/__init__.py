@@ -45,17 +45,16 @@ if TYPE_CHECKING:
         StepTimeError,
         TrafficError,
     )
-    from cgplan.graphs.pools import GraphPool
-    from cgplan.graphs.wrapper import CUDAGraphEntry, CUDAGraphOptions, CUDAGraphWrapper
+    from cgplan.graphs.wrapper import CUDAGraphEntry, CUDAGraphOptions, CUDAGraphWrapper, GraphPool
     from cgplan.measure.bench import bench
     from cgplan.models.loading import load_model
     from cgplan.modes import AttentionSupport, BatchDescriptor, CUDAGraphMode
     from cgplan.piecewise.breakable import (
         BreakableCUDAGraphCapture,
         BreakableCUDAGraphWrapper,
+        eager_break_during_capture,
         in_breakable_capture,
     )
-    from cgplan.piecewise.breaks import eager_break_during_capture
     from cgplan.piecewise.trace import compile_piecewise
     from cgplan.planning import CudagraphDispatcher, Plan, build_plan
     from cgplan.runner.auto import choose_mode
@@ -136,29 +135,61 @@ __all__ = [
 ]
 
 _HOMES = {
-    "cgplan.captures.watched": ("GraphWatch", "watch"),
-    "cgplan.config": ("CompilationConfig", "Config", "Dim", "Input", "load_config"),
-    "cgplan.modes": ("AttentionSupport", "BatchDescriptor", "CUDAGraphMode"),
-    "cgplan.planning": ("CudagraphDispatcher", "Plan", "build_plan"),
+    "cgplan.captures.watched": (
+        "GraphWatch",
+        "watch",
+    ),
+    "cgplan.config": (
+        "CompilationConfig",
+        "Config",
+        "Dim",
+        "Input",
+        "load_config",
+    ),
+    "cgplan.modes": (
+        "AttentionSupport",
+        "BatchDescriptor",
+        "CUDAGraphMode",
+    ),
+    "cgplan.planning": (
+        "CudagraphDispatcher",
+        "Plan",
+        "build_plan",
+    ),
     "cgplan.api": ("capture",),
-    "cgplan.drop_in": ("Graphed", "graphed", "graphed_generate"),
+    "cgplan.drop_in": (
+        "Graphed",
+        "graphed",
+        "graphed_generate",
+    ),
     "cgplan.backends": ("select_backend",),
-    "cgplan.graphs.pools": ("GraphPool",),
+    "cgplan.graphs.wrapper": (
+        "CUDAGraphEntry",
+        "CUDAGraphOptions",
+        "CUDAGraphWrapper",
+        "GraphPool",
+    ),
     "cgplan.models.loading": ("load_model",),
     "cgplan.runner.auto": ("choose_mode",),
-    "cgplan.runner.manager": ("CudaGraphManager", "capture_together"),
+    "cgplan.runner.manager": (
+        "CudaGraphManager",
+        "capture_together",
+    ),
     "cgplan.measure.bench": ("bench",),
     "cgplan.piecewise.breakable": (
         "BreakableCUDAGraphCapture",
         "BreakableCUDAGraphWrapper",
+        "eager_break_during_capture",
         "in_breakable_capture",
     ),
-    "cgplan.piecewise.breaks": ("eager_break_during_capture",),
-    "cgplan.backends.context": ("capture_allowed", "forward_context", "get_forward_context"),
+    "cgplan.backends.context": (
+        "capture_allowed",
+        "forward_context",
+        "get_forward_context",
+    ),
     "cgplan.runner.runner": ("GraphRunner",),
     "cgplan.runner.session": ("CaptureSession",),
     "cgplan.piecewise.trace": ("compile_piecewise",),
-    "cgplan.graphs.wrapper": ("CUDAGraphEntry", "CUDAGraphOptions", "CUDAGraphWrapper"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -29,10 +29,10 @@ from cgplan.buffers.static import torch_dtype
 from cgplan.captures.captured_keys import Progress
 from cgplan.config import Config, Input, ModelConfig
 from cgplan.errors import ConfigError, InputError, ModelError
-from cgplan.graphs.pools import GraphPool
+from cgplan.graphs.wrapper import GraphPool
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
 from cgplan.planning import Plan, build_plan
-from cgplan.planning.build import refuse_auto
+from cgplan.planning.plan import refuse_auto
 from cgplan.reports.layout import Column, Grid, TextColumn, describe_sizes, plain_text
 from cgplan.runner.manager import CudaGraphManager, PoolReport, capture_together
 

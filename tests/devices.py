@@ -11,8 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
 from cgplan.backends import MemoryReading
-from cgplan.backends.tape import TapeBackend
-from cgplan.backends.tape_recorder import TapePool
+from cgplan.backends.tape import TapeBackend, TapePool
 
 
 class LimitedPool(TapePool):

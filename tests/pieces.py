@@ -19,7 +19,7 @@ from cgplan import (
 )
 from cgplan.backends import GraphBackend
 from cgplan.config import validate_config
-from cgplan.piecewise.eager_piece import EagerPiece
+from cgplan.piecewise.breakable import EagerPiece
 
 
 def capture(backend: GraphBackend, forward: Callable[[], Any], pool: Any = None) -> tuple[Any, Any]:

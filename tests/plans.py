@@ -15,7 +15,7 @@ from cgplan.optimizer.evidence import Evidence
 from cgplan.optimizer.propose import PlanInputs, plan_graphs
 from cgplan.planning import Plan, build_plan
 from cgplan.planning.plan import Lane, capture_order
-from cgplan.pricing.costs import GraphCosts
+from cgplan.pricing import GraphCosts
 from cgplan.traffic.histogram import Traffic
 
 PIECEWISE, FULL = CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL

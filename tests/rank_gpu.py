@@ -47,9 +47,9 @@ def replays(
     rank: int, dtype: torch.dtype, sizes: list[int], one_shot_bytes: int, times: int
 ) -> Any:
     """Sums of graphs that are replayed with changing inputs, and the registration."""
-    from cgplan.distributed import custom
+    from cgplan.distributed import all_reduce
 
-    custom.ONE_SHOT_BYTES = {2: one_shot_bytes}
+    all_reduce.ONE_SHOT_BYTES = {2: one_shot_bytes}
     with on_gpus() as (ranks, reducer, _):
         backend = reducer.backend
         statics = [torch.zeros(size, dtype=dtype, device=ranks.device) for size in sizes]

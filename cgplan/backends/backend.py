@@ -27,8 +27,7 @@ import torch
 
 from cgplan.backends.context import refuse_forbidden_capture
 from cgplan.backends.graph_nodes import Block, GraphNodes, Launch, MemoryKind
-from cgplan.buffers.copier import Copier
-from cgplan.buffers.static import StaticBuffers
+from cgplan.buffers.static import Copier, StaticBuffers
 from cgplan.errors import BackendError, CaptureError, CgplanError
 from cgplan.reports.records import Environment
 from cgplan.version import __version__

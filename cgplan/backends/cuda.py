@@ -53,10 +53,16 @@ from cgplan.backends.graph_nodes import (
     MemoryKind,
     OperatorLog,
 )
-from cgplan.buffers.copier import Copier
-from cgplan.buffers.copy_kernel import INPUTS, KernelCopier, libcuda, load_copy_kernel
-from cgplan.buffers.pinned import StagingBlocks, fence_behind, stream_at
-from cgplan.buffers.static import StaticBuffers
+from cgplan.buffers.copy_kernel import (
+    INPUTS,
+    KernelCopier,
+    StagingBlocks,
+    fence_behind,
+    libcuda,
+    load_copy_kernel,
+    stream_at,
+)
+from cgplan.buffers.static import Copier, StaticBuffers
 from cgplan.errors import BackendError, CaptureError, CaptureMemoryError, first_line
 
 

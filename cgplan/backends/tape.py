@@ -1,18 +1,32 @@
-"""The CPU stand-in, with the contract of CUDA graphs."""
+"""The CPU stand-in, with the contract of CUDA graphs: it records the operators of a forward
+into a pool, and replays them.
+"""
+
+from __future__ import annotations
 
 import gc
+import math
 import os
 import threading
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    _get_current_dispatch_mode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from cgplan.backends.backend import (
     GraphBackend,
@@ -25,12 +39,429 @@ from cgplan.backends.backend import (
     number_of,
     tensor_on,
 )
+from cgplan.backends.blame import blamed_line
+from cgplan.backends.context import ALL_OTHERS, answering, replaced
 from cgplan.backends.graph_nodes import Block, GraphNodes, Launch
-from cgplan.backends.host_sync import as_written, host_guard
-from cgplan.backends.replacing import ALL_OTHERS, answering, replaced
-from cgplan.backends.tape_recorder import Recorder, Step, Tape, TapePool, replay
-from cgplan.config.values import TAPE
+from cgplan.backends.host_sync import (
+    ALLOCATIONS,
+    Args,
+    DispatchMode,
+    Kwargs,
+    Refusals,
+    as_its_caller,
+    as_written,
+    count_writes,
+    host_guard,
+    implemented_in_python,
+    is_composite,
+    refuse_host,
+    tensors_in,
+    written_tensors,
+)
+from cgplan.config.schema import TAPE
 from cgplan.errors import CaptureError
+
+_COLLECTIVES = ("c10d", "_c10d_functional")
+_POSTED = ("c10d::send", "c10d::recv_")
+
+
+@dataclass(frozen=True)
+class Step:
+    """``copies``: fresh results by (index among the flat results, slot). ``is_posted``: only the
+    next step that is not posted waits for it.
+    """
+
+    operator: str
+    call: partial[Any]
+    copies: tuple[tuple[int, Tensor], ...]
+    is_posted: bool
+
+    def tensors(self) -> list[Tensor]:
+        if self.operator == "aten::lift_fresh":  # of Python's numbers
+            return tensors_in(self.copies)
+        return tensors_in((self.call.args, self.call.keywords, self.copies))
+
+
+@dataclass(slots=True)
+class _Before:
+    generators: dict[torch.Generator, Tensor]
+    memory: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = field(
+        default_factory=dict
+    )
+
+    def keep(self, storage: torch.UntypedStorage) -> None:
+        if storage.nbytes() and storage._cdata not in self.memory:
+            self.memory[storage._cdata] = storage, storage.clone()
+
+    def restore(self) -> None:
+        for storage, before in self.memory.values():
+            storage.copy_(before)
+        for generator, state in self.generators.items():
+            generator.set_state(state)
+
+
+class Recorder(DispatchMode):
+    """One for all tapes of a thread: a capture may begin inside an operator, after which torch
+    restores its modes.
+    """
+
+    tape: Tape | None = None
+
+    @contextmanager
+    def writes_to(self, tape: Tape) -> Iterator[None]:
+        if self not in _get_current_dispatch_mode_stack():
+            _push_mode(self)
+        self.tape = tape
+        try:
+            yield
+        finally:
+            self.tape = None
+            self.leave()
+
+    def leave(self) -> None:
+        if _get_current_dispatch_mode() is self:
+            _pop_mode()
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        """Inside an operator torch has taken the mode off."""
+        _push_mode(self)
+        try:
+            yield
+        finally:
+            self.leave()
+
+    def see(
+        self,
+        func: Any,
+        args: Args,
+        kwargs: Kwargs,
+    ) -> Any:
+        tape = self.tape
+        if tape is None:
+            return func(*args, **kwargs)
+        # replays must not run its Python code
+        if implemented_in_python(func, "CPU"):
+            return self._look_inside(tape, func, args, kwargs)
+        # else it hides host reads
+        if is_composite(func, "CPU"):
+            with self._inside():
+                return as_its_caller(func, func.decompose, "cpu")(*args, **kwargs)
+        refuse_host(func, args, kwargs, tape.refusals)
+        return tape.record(func, args, kwargs)
+
+    def _look_inside(
+        self,
+        tape: Tape,
+        func: Any,
+        args: Args,
+        kwargs: Kwargs,
+    ) -> Any:
+        """Records its operators, or the whole if it needs the host."""
+        refusals = tape.refusals
+        name = func._schema.name
+        first = refusals.first
+        count_writes(func, args, kwargs)
+        before = _Before({g: g.get_state() for g in tape.before.generators})
+        for tensor in written_tensors(func, args, kwargs):
+            before.keep(tensor.untyped_storage())
+        known = len(tape.steps)
+        try:
+            cpu = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+            with self._inside():
+                result = as_its_caller(func, func.redispatch, "cpu")(cpu, *args, **kwargs)
+        except Exception:
+            if refusals.first is first or self.tape is not tape:
+                raise
+        if refusals.first is first or self.tape is not tape:
+            return result
+        before.restore()
+        del tape.steps[known:]
+        if tape.launches is not None:
+            del tape.launches[known:]
+        assert refusals.first is not None
+        note = (
+            f"{refusals.first.message}; the tape calls operator {name} again on each replay, a "
+            "GPU may refuse it"
+        )
+        tape.notes[note] = None
+        refusals.first = first
+        refusals.is_on = False
+        try:
+            result = tape.record(func, args, kwargs)
+        finally:
+            refusals.is_on = True
+        if self.tape is not tape:
+            raise CaptureError(
+                f"operator {name} needs the host, and breaks the capture as well, at "
+                f"{blamed_line()}",
+                remedy="Read the value inside the eager piece.",
+            )
+        return result
+
+
+@dataclass(eq=False)
+class Tape:
+    """Runs a forward once and keeps its ``steps`` on fixed memory.
+
+    Attributes:
+        before: Restored at the end, because a GPU's capture runs nothing.
+    """
+
+    pool: TapePool
+    generators: Mapping[int, torch.Generator]
+    launches: list[Launch] | None
+
+    def __post_init__(self) -> None:
+        self.steps: list[Step] = []
+        self.refusals = Refusals()
+        self.notes: dict[str, None] = {}
+        default = torch.default_generator
+        self.before = _Before({default: default.get_state()})
+        for alias in self.pool.aliases.values():
+            self.before.keep(alias)
+
+    def _note_draw(
+        self,
+        generator: torch.Generator,
+    ) -> None:
+        if number_of(generator) not in self.generators:
+            raise CaptureError(
+                f"a generator that is not registered draws, at {blamed_line()}",
+                remedy="Keep it with the model, or pass it to backend.register_generator.",
+            )
+        self.before.generators.setdefault(generator, generator.get_state())
+
+    def record(
+        self,
+        func: Any,
+        args: Args,
+        kwargs: Kwargs,
+    ) -> Any:
+        aliases = self.pool.aliases
+        before = _storages(func, tensors_in((args, kwargs)))
+        for tensor in written_tensors(func, args, kwargs):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in aliases:
+                self.before.keep(storage)
+        generator = kwargs.get("generator")
+        if generator is not None:
+            self._note_draw(generator)
+        # the operator may change their layout
+        fixed_args, fixed_kwargs = tree_map_only(Tensor, self._fixed, (args, kwargs))
+        call: Callable[..., Any] = as_its_caller(func, func, "cpu")
+        if func is torch.ops.aten.lift_fresh.default:
+            call = torch.ops.aten.clone.default
+        elif func.namespace in _COLLECTIVES and func._schema.name not in _POSTED:
+            call = partial(_awaited, func)
+        flat, spec = tree_flatten(call(*args, **kwargs))
+        if func._opname.startswith("_foreach_"):
+            count_writes(func, args, kwargs)
+        placed: dict[int, Tensor] = {}
+        blocks: dict[int, torch.UntypedStorage] = {}
+        results = list(flat)
+        for i, leaf in enumerate(flat):
+            if not isinstance(leaf, Tensor):
+                continue
+            source = leaf.untyped_storage()
+            # a zero derivative, or what an ``out=`` is about to grow
+            is_void = leaf._is_zerotensor() or source.device.type == "meta" or not source.nbytes()
+            if is_void or source._cdata in before:
+                continue
+            if source._cdata not in blocks:
+                block = self.pool.take(source.nbytes())
+                blocks[source._cdata] = block.copy_(source)
+            results[i] = placed[i] = tensor_on(blocks[source._cdata], leaf)
+        if self._makes_step(func, flat, placed):
+            self._add_step(func, partial(call, *fixed_args, **fixed_kwargs), placed)
+        result = tree_unflatten(results, spec)
+        self.refusals.follow(func, args, kwargs, result)
+        return result
+
+    def _makes_step(
+        self,
+        func: Any,
+        results: list[Any],
+        placed: dict[int, Tensor],
+    ) -> bool:
+        """False for views and bare memory."""
+        schema = func._schema
+        writes = schema.is_mutable and torch.Tag.inplace_view not in func.tags
+        if placed or writes or not tensors_in(results):
+            return schema.name.removeprefix("aten::") not in ALLOCATIONS
+        if func.namespace == "aten" or all(r.alias_info for r in schema.returns):
+            return False
+        # it may have written to it
+        if func.namespace not in _COLLECTIVES:
+            note = f"operator {schema.name} returns an argument, and its schema does not say why"
+            self.notes[note] = None
+        return True
+
+    def _add_step(
+        self,
+        func: Any,
+        call: partial[Any],
+        placed: dict[int, Tensor],
+    ) -> None:
+        slots = map(self._fixed, placed.values())
+        name = func._schema.name
+        if self.launches is not None:
+            first = len(self.steps)
+            launch = Launch(first, first + 1, name, blamed_line(), frozenset())
+            self.launches.append(launch)
+        copies = tuple(zip(placed, slots, strict=True))
+        self.steps.append(Step(name, call, copies, name in _POSTED))
+
+    def _fixed(self, tensor: Tensor) -> Tensor:
+        """The same memory without a hold on its block; ``.data =`` does not reach it."""
+        alias = self.pool.aliases.get(tensor.untyped_storage()._cdata)
+        return tensor.detach() if alias is None else tensor_on(alias, tensor)
+
+
+def _storages(func: Any, given: list[Tensor]) -> set[int]:
+    found = set[int]()
+    for tensor in given:
+        if tensor.device.type not in ("cpu", "meta") or tensor.layout is not torch.strided:
+            raise CaptureError(
+                f"operator {func._schema.name} has a {tensor.layout} tensor on {tensor.device}, at "
+                f"{blamed_line()}",
+                remedy="The tape records dense tensors on the CPU; use device: cuda for others.",
+            )
+        found.add(tensor.untyped_storage()._cdata)
+    return found
+
+
+def _awaited(func: Any, *args: Any, **kwargs: Any) -> Any:
+    result = func(*args, **kwargs)
+    _wait(result)
+    return result
+
+
+def _wait(results: Any) -> None:
+    for leaf in tree_leaves(results):
+        if isinstance(leaf, Tensor):
+            torch.ops._c10d_functional.wait_tensor(leaf)
+        else:
+            leaf.wait()
+
+
+def replay(steps: list[Step]) -> None:
+    # tensors of inference mode may be written only there; autocast did its part
+    with torch.inference_mode(), torch.autocast("cpu", enabled=False):
+        posted: list[Any] = []
+        for step in steps:
+            if posted and not step.is_posted:
+                _wait(posted)
+                posted.clear()
+            result = step.call()
+            if step.is_posted:
+                posted.append(result)
+            if step.copies:
+                flat = [result] if isinstance(result, Tensor) else tree_leaves(result)
+                for i, slot in step.copies:
+                    slot.copy_(flat[i])
+        _wait(posted)
+
+
+ALIGNMENT = 64  # bytes, as torch
+
+
+class TapePool:
+    """Blocks of host memory, freed by the last tensor on them.
+
+    Attributes:
+        aliases: A second storage of each taken block, without a hold, by the first one's address.
+    """
+
+    def __init__(self, backend: object = None) -> None:
+        self.backend = backend
+        self.aliases: dict[int, torch.UntypedStorage] = {}
+        self.graphs = weakref.WeakSet[object]()
+        self.nbytes = 0  # reserved, taken or free
+        self._segments: dict[int, NDArray[np.uint8]] = {}  # by address
+        self._free: dict[int, int] = {}  # lengths by address
+
+    @property
+    def held(self) -> int:
+        return self.nbytes - sum(self._free.values())
+
+    def spans(self) -> Iterator[tuple[int, int, bool]]:
+        """First address, end, and whether it is free."""
+        for start, segment in self._segments.items():
+            end = start + segment.nbytes
+            at = start
+            for free in sorted(self._free):
+                if not start <= free < end:
+                    continue
+                if at < free:
+                    yield at, free, False
+                at = free + self._free[free]
+                yield free, at, True
+            if at < end:
+                yield at, end, False
+
+    def take(self, nbytes: int) -> torch.UntypedStorage:
+        """With the block's old contents."""
+        nbytes = max(nbytes, 1)
+        size = math.ceil(nbytes / ALIGNMENT) * ALIGNMENT
+        start = None
+        for at, length in self._free.items():
+            if length >= size and (start is None or length < self._free[start]):
+                start = at
+        if start is None:
+            start = self._new_segment(size)
+        left = self._free.pop(start) - size
+        if left:
+            self._free[start + size] = left
+        base = max(address for address in self._segments if address <= start)
+        first = start - base
+        memory = self._segments[base][first : first + nbytes]
+        storage = torch.from_numpy(memory).untyped_storage()
+        alias = torch.from_numpy(memory.view()).untyped_storage()
+        key = storage._cdata
+        self.aliases[key] = alias
+        # it dies with the last tensor on the block
+        finalizer = weakref.finalize(
+            memory,
+            self._give_back,
+            key,
+            start,
+            start + size,
+        )
+        finalizer.atexit = False
+        return storage
+
+    def trim(self) -> None:
+        for start, segment in list(self._segments.items()):
+            if self._free.get(start) == segment.nbytes:
+                del self._segments[start], self._free[start]
+                self.nbytes -= segment.nbytes
+
+    def _give_back(
+        self,
+        key: int,
+        start: int,
+        end: int,
+    ) -> None:
+        del self.aliases[key]
+        for at, length in list(self._free.items()):
+            if at + length == start:
+                del self._free[at]
+                start = at
+            elif at == end:
+                del self._free[at]
+                end += length
+        self._free[start] = end - start
+
+    def _new_segment(self, size: int) -> int:
+        raw = np.empty(size + ALIGNMENT, np.uint8)
+        skipped = -raw.ctypes.data % ALIGNMENT
+        segment = raw[skipped : skipped + size]
+        start = segment.ctypes.data
+        self._segments[start] = segment
+        self.nbytes += size
+        self._free[start] = size
+        return int(start)
 
 
 @dataclass(eq=False)

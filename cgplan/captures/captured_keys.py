@@ -40,7 +40,7 @@ from cgplan.modes import BatchDescriptor, CUDAGraphMode, Key
 from cgplan.optimizer.subset import restricted, spread
 from cgplan.planning import MissReason, Plan
 from cgplan.planning.plan import KeyCost, capture_order
-from cgplan.pricing.estimated import NODE_BYTES
+from cgplan.pricing import NODE_BYTES
 from cgplan.reports.records import (
     AuditReport,
     BudgetRecord,

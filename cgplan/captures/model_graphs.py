@@ -1,4 +1,6 @@
-"""A model with its graphs and the memory that they read, and its runs ahead of captures."""
+"""A model with its graphs and the memory that they read, its runs ahead of captures, and the
+steps that several ranks take together.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,28 +16,73 @@ from torch.nn.utils import parametrize
 
 from cgplan.backends import GraphBackend
 from cgplan.backends.backend import autocast_cache, number_of, span
-from cgplan.backends.context import AmbientState, CaptureScope, forward_context
-from cgplan.backends.replacing import answering, replaced
-from cgplan.buffers.outputs import OutputRows
+from cgplan.backends.context import AmbientState, CaptureScope, answering, forward_context, replaced
+from cgplan.buffers.batch import OutputRows
 from cgplan.buffers.static import StaticBoxes, Tensors
 from cgplan.captures.failures import explain_failure
-from cgplan.captures.rank_sync import SINGLE_RANK, RankSync
 from cgplan.config import Config
 from cgplan.errors import CaptureError, ConfigError, HostSyncError, InputError
 from cgplan.graphs.change_detector import AddressChecks
 from cgplan.graphs.fingerprint import Change, Fingerprint, is_ignored, is_within
 from cgplan.graphs.footprint import Footprint, look
-from cgplan.graphs.pools import GraphPool, RunnerPools
 from cgplan.graphs.put_back import PutBack
-from cgplan.graphs.wrapper import CUDAGraphEntry, CUDAGraphWrapper
+from cgplan.graphs.wrapper import CUDAGraphEntry, CUDAGraphWrapper, GraphPool, RunnerPools
 from cgplan.graphs.written import copy_limit
 from cgplan.modes import BatchDescriptor, CUDAGraphMode, Key
-from cgplan.piecewise.breaks import any_breaks
+from cgplan.piecewise.breakable import any_breaks
 from cgplan.piecewise.routes import SplitRoute, choose_route
-from cgplan.piecewise.split import refuse_missing_ops
+from cgplan.piecewise.trace import refuse_missing_ops
 from cgplan.planning import Plan
-from cgplan.pricing.costs import widest
-from cgplan.reports.records import StateRecord
+from cgplan.pricing import widest
+from cgplan.reports.records import CaptureReport, StateRecord
+
+
+class PeerMemory(NamedTuple):
+    """``mapped``: (first address, the one after the last, name); ``addresses``: those in a table
+    that graphs read.
+    """
+
+    mapped: Sequence[tuple[int, int, str]] = ()
+    addresses: Sequence[int] = ()
+
+
+class RankSync:
+    """Steps of all ranks; if one fails, all raise. This class, for a single rank, never waits."""
+
+    def begin(self, plan: Plan, free: int | None) -> int | None:  # noqa: ARG002
+        """Agree on the plan; returns the least free device memory."""
+        return free
+
+    def any_refuses(
+        self,
+        refused: bool,
+        because: BaseException | None = None,  # noqa: ARG002
+    ) -> bool:
+        """``because``: this rank ran out of memory."""
+        return refused
+
+    def dropped(self) -> None:
+        """All graphs were freed during a session."""
+
+    def end(self) -> None:
+        """After the last capture: make graph buffers known to all."""
+
+    def failed(self, error: BaseException) -> BaseException:
+        """The error to raise, the same on all ranks."""
+        return error
+
+    def peer_memory(self) -> PeerMemory:
+        return PeerMemory()
+
+    def release(self) -> None:
+        """Before graphs and their pool are freed."""
+
+    def completed(self, report: CaptureReport) -> CaptureReport:
+        return report
+
+
+SINGLE_RANK = RankSync()
+
 
 REBUILD_AND_WARM_UP = "Build the model again, and set compilation.cudagraph_num_of_warmups: 1."
 _HALVES = (torch.float16, torch.bfloat16)

@@ -11,7 +11,7 @@ from cgplan.backends import GraphBackend, select_backend
 from cgplan.backends.backend import Trace, span
 from cgplan.captures.audit import audit_error
 from cgplan.captures.captured_keys import CaptureProgress
-from cgplan.captures.rank_sync import SINGLE_RANK, RankSync
+from cgplan.captures.model_graphs import SINGLE_RANK, RankSync
 from cgplan.cli.options import DoctorRequest, Prepared
 from cgplan.cli.output import (
     has_ranks,
@@ -33,14 +33,12 @@ from cgplan.distributed import (
     open_ranks,
 )
 from cgplan.errors import AuditError, CaptureError, PlanMismatchError
-from cgplan.measure.bench import bench, call_examples
-from cgplan.measure.doctor import check_up
+from cgplan.measure.bench import bench, call_examples, check_up
 from cgplan.models.loading import load_model
 from cgplan.modes import CUDAGraphMode
 from cgplan.piecewise.routes import SplitRoute
 from cgplan.planning import Plan
-from cgplan.planning.difference import fitted, unused_settings
-from cgplan.planning.plan import PlanChange, budget_of
+from cgplan.planning.plan import PlanChange, budget_of, fitted, unused_settings
 from cgplan.reports import AuditReport, Report
 from cgplan.runner.auto import Trials
 from cgplan.runner.runner import GraphRunner

@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from cgplan.backends import select_backend
 from cgplan.cli.output import prints_aside
-from cgplan.config.template import InputGuess, starting_yaml
+from cgplan.config.reference import InputGuess, starting_yaml
 from cgplan.drop_in import Graphed, graphed
 from cgplan.errors import CgplanError, ModelError
 from cgplan.models.loading import ForwardArgument, call_target, forward_signature, load_model

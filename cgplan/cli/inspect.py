@@ -15,13 +15,12 @@ from cgplan.cli.options import InspectRequest
 from cgplan.cli.output import note, prints_aside, show, wrapped
 from cgplan.config import Config, LoadedConfig, read_config
 from cgplan.config.load import read_text
-from cgplan.config.template import inline_yaml
+from cgplan.config.reference import inline_yaml
 from cgplan.errors import PlanError, PlanMismatchError, ReportError
 from cgplan.optimizer.subset import within_count
 from cgplan.planning import Plan, build_plan
-from cgplan.planning.engines import VllmConfig, describe_batches, emit, with_emission
-from cgplan.planning.vllm_log import StartLog
-from cgplan.pricing.costs import GraphCosts, case_costs
+from cgplan.planning.engines import StartLog, VllmConfig, describe_batches, emit, with_emission
+from cgplan.pricing import GraphCosts, case_costs
 from cgplan.reports import load_plan, render
 from cgplan.reports.layout import (
     Facts,
@@ -49,7 +48,7 @@ def inspect_config(request: InspectRequest, vllm: VllmConfig | None) -> None:
     notes: list[str] = []
     costs: GraphCosts | None = None
     if request.costs is not None:
-        from cgplan.cli.costs import costs_of
+        from cgplan.cli.plan import costs_of
 
         priced = costs_of(loaded, request.costs)
         costs = priced.costs
@@ -87,7 +86,7 @@ def _key_table(rows: Iterable[Row]) -> RenderableType:
 def _split_of(loaded: LoadedConfig) -> RenderableType:
     target, kwargs = loaded.model_for("--split")
     from cgplan.backends import select_backend  # torch from here on
-    from cgplan.measure.doctor import describe_split
+    from cgplan.measure.bench import describe_split
     from cgplan.models.loading import load_model
 
     with prints_aside():

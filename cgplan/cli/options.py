@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from cgplan.config import LoadedConfig, Override
-    from cgplan.config.values import Record
+    from cgplan.config.schema import Record
     from cgplan.planning import Plan
     from cgplan.planning.engines import Engine, VllmConfig
     from cgplan.traffic.histogram import Goal
@@ -300,7 +300,7 @@ class DoctorRequest(Saved, Given):
         loaded = read_config(path, self.settings())
         from cgplan.errors import ConfigError
         from cgplan.planning import build_plan
-        from cgplan.planning.build import refuse_auto
+        from cgplan.planning.plan import refuse_auto
         from cgplan.reports import load_plan
 
         config = loaded.config

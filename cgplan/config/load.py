@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import yaml
 from pydantic import ValidationError
 
-from cgplan.config.messages import Path_, Places, explain
-from cgplan.config.schema import Config
+from cgplan.config.schema import Config, Path_, Places, explain
 from cgplan.errors import CgplanError, ConfigError, ConfigFileError, OutputPathError, did_you_mean
 from cgplan.units import format_bytes
 

@@ -1,50 +1,373 @@
-"""The models behind the YAML file."""
+"""The models behind the YAML file: values with their forms and parsers, sections, and messages
+for what pydantic refused.
+"""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import textwrap
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, cast
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, cast, get_args
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
+    ConfigDict,
     Field,
+    PlainSerializer,
     ValidationError,
     WithJsonSchema,
     model_validator,
 )
 from pydantic._internal._model_construction import ModelMetaclass
+from pydantic_core import ErrorDetails
 
-from cgplan.config.messages import explain
-from cgplan.config.values import (
-    DIMENSION,
-    Attention,
-    BatchBound,
-    Bytes,
-    BytesToSpend,
-    Count,
-    CountOrZero,
-    Device,
-    DType,
-    Flag,
-    LadderName,
-    Mode,
-    Off,
-    Record,
-    Seconds,
-    SecondsToSpend,
-    Symbol,
-    check_example,
-    check_package,
-    check_pad,
-    check_sizes,
-    is_value_of,
-)
 from cgplan.errors import ConfigError, did_you_mean
 from cgplan.modes import AttentionSupport, CUDAGraphMode
+from cgplan.units import grouped
+
+Path_ = tuple[str | int, ...]
+Places = Mapping[Path_, str]  # ``line 12``, or the option that gave a value
+NOWHERE: Places = MappingProxyType({})
+
+
+def explain(
+    error: ValidationError,
+    data: Any,
+    source: str,
+    root: type[BaseModel],
+    places: Places = NOWHERE,
+) -> ConfigError:
+    """A message for each key; ``source`` names the file or class of ``data``."""
+    by_path = grouped((_real_path(detail, data), detail) for detail in error.errors())
+    messages = []
+    is_unknown = False
+    for path, details in by_path.items():
+        kinds = {detail["type"] for detail in details}
+        is_unknown |= "extra_forbidden" in kinds
+        below = [other for other in by_path if other != path and other[: len(path)] == path]
+        if "value_error" in kinds or not below:
+            message = _message(
+                path,
+                details,
+                root,
+                places,
+            )
+            messages.append(message)
+    message = messages[0]
+    if len(messages) > 1:
+        message = "\n  - ".join((f"{source}:", *messages))
+    elif not message.startswith("--"):
+        message = f"{source}: {message}"
+    remedy = "Correct the value; `cgplan schema --format markdown` describes it."
+    if is_unknown:
+        remedy = "Correct or remove the key; `cgplan schema --format markdown` lists all keys."
+    return ConfigError(message, remedy=remedy)
+
+
+def first_problem(error: ValidationError) -> str:
+    """Pydantic's first complaint, as ``records.0.mode: Field required``."""
+    first = error.errors()[0]
+    where = ".".join(map(str, first["loc"]))
+    what = _problem(first)
+    return f"{where}: {what}" if where else what
+
+
+def _problem(detail: ErrorDetails) -> str:
+    return detail["msg"].removeprefix("Value error, ")
+
+
+def _real_path(detail: ErrorDetails, data: Any) -> Path_:
+    """pydantic's location without the names of union members."""
+    real: list[str | int] = []
+    for part in detail["loc"]:
+        if isinstance(data, dict):
+            is_inside = part in data
+            if not is_inside and detail["type"] == "missing":
+                return (*real, part)
+        else:
+            is_inside = isinstance(data, list | tuple) and part in range(len(data))
+        if is_inside:
+            real.append(part)
+            data = data[part]
+    return tuple(real)
+
+
+def _message(
+    path: Path_,
+    details: Sequence[ErrorDetails],
+    root: type[BaseModel],
+    places: Places,
+) -> str:
+    where = ""
+    key = ".".join(map(str, path))
+    for depth in range(len(path)):
+        place = places.get(path[: depth + 1], "")
+        if place.startswith("line "):
+            where = f"{place}: "
+        elif place == "--set":
+            where = "--set "
+        elif place.startswith("--"):  # it stands for its one key
+            where = ""
+            key = place
+    named = f"{where}{key}: " if key else where
+    for detail in details:
+        if detail["type"] == "value_error":
+            return f"{named}{_problem(detail)}"
+    detail = details[0]
+    if detail["type"] == "extra_forbidden":
+        return f"{where}unknown key {key!r}{_nearest(path, root)}"
+    if detail["type"] == "missing":
+        return f"{where}{key!r} is missing"
+    words = [detail["msg"].removeprefix("Input should be ") for detail in details]
+    allowed = " or ".join(dict.fromkeys(words)).replace("valid tuple", "list")
+    shown = textwrap.shorten(repr(details[0]["input"]), 200, placeholder="...")
+    return f"{named}found {shown}, expected {allowed}"
+
+
+def _nearest(path: Path_, root: type[BaseModel]) -> str:
+    *parents, name = path
+    model = root
+    for parent in parents:  # a name in a mapping of sections is no field
+        if parent in model.model_fields:
+            field = model.model_fields[str(parent)]
+            model = _model_in(field.annotation) or model
+    fields = list(model.model_fields)
+    same_end = [field for field in fields if field.endswith(f"_{name}")]
+    for near in (str(name), *same_end):
+        hint = did_you_mean(near, fields, " (did you mean {!r}?)")
+        if hint:
+            return hint
+    for section, info in root.model_fields.items():
+        inside = _model_in(info.annotation)
+        is_mapping = "dict" in str(info.annotation)
+        if inside is not None and not is_mapping and name in inside.model_fields:
+            return f" (it belongs under {section!r})"
+    return f" (allowed here: {', '.join(fields)})"
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    """As in ``dict[str, Input]`` or ``LoRAConfig | None``."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    for inner in typing.get_args(annotation):
+        found = _model_in(inner)
+        if found is not None:
+            return found
+    return None
+
+
+DType = Literal[
+    "float64",
+    "float32",
+    "float16",
+    "bfloat16",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "int64",
+    "int32",
+    "int16",
+    "int8",
+    "uint8",
+    "bool",
+]
+LadderName = Literal["vllm", "sglang", "trtllm", "powers_of_two"]
+Symbol = Literal["num_tokens", "num_reqs"]
+
+
+class Record(BaseModel):
+    """A frozen value that refuses unknown fields."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
+
+    def changed(self, **fields: Any) -> Self:
+        return self.model_copy(update=fields)
+
+
+def _by_name(enum: type[CUDAGraphMode] | type[AttentionSupport]) -> BeforeValidator:
+    def parse(value: object) -> object:
+        try:
+            return enum.parse(value)
+        except ConfigError as error:  # pydantic adds the key's path to ValueErrors
+            raise ValueError(f"{error.message}. {error.remedy}") from None
+
+    return BeforeValidator(parse)
+
+
+def _one_of(enum: type[CUDAGraphMode] | type[AttentionSupport]) -> WithJsonSchema:
+    return WithJsonSchema({"enum": list(enum.__members__), "type": "string"})
+
+
+_AS_TEXT = PlainSerializer(str, return_type=str)
+Mode = Annotated[CUDAGraphMode, _by_name(CUDAGraphMode), _AS_TEXT, _one_of(CUDAGraphMode)]
+Attention = Annotated[
+    AttentionSupport, _by_name(AttentionSupport), _AS_TEXT, _one_of(AttentionSupport)
+]
+
+DIMENSION = {"anyOf": [{"type": "integer"}, {"type": "string"}]}
+Count = Annotated[int, Field(strict=True, ge=1)]
+CountOrZero = Annotated[int, Field(strict=True, ge=0)]
+# a ladder lists every size up to it
+BatchBound = Annotated[int, Field(strict=True, ge=1, le=1 << 20)]
+Flag = Annotated[bool, Field(strict=True)]
+# YAML reads the word off as false
+Off = BeforeValidator(lambda value: "off" if value is False else value)
+
+
+def check_pad(value: object) -> object:
+    if value != "last" and not isinstance(value, int | float):
+        raise ValueError(f"found {value!r}, expected a number, true, false, or `last`")
+    return value
+
+
+def check_example(value: object) -> object:
+    if isinstance(value, list | tuple):
+        if len(value) == 2 and all(type(bound) is int for bound in value):
+            if value[0] >= value[1]:
+                raise ValueError(f"found {value!r}: low must be below high")
+            return value
+    elif value in (None, "normal", "arange", "spread") or isinstance(value, int | float):
+        return value
+    raise ValueError(
+        f"found {value!r}, expected a number, `normal`, `arange`, `spread`, or [low, high]"
+    )
+
+
+def check_package(value: object) -> object:
+    if not str(value).isidentifier() or value in ("cgplan", "torch", "triton"):
+        raise ValueError(
+            f"found {value!r}, expected a top-level package other than torch, triton and cgplan"
+        )
+    return value
+
+
+def check_sizes(value: object) -> object:
+    if isinstance(value, str) and value not in get_args(LadderName):
+        names = ", ".join(get_args(LadderName))
+        raise ValueError(
+            f"unknown ladder {value!r}; choose one of {names}, or give a list: [1, 2, 4]"
+        )
+    if isinstance(value, list | tuple) and not value:
+        raise ValueError("the list of capture sizes is empty; leave the key out for a ladder")
+    return value
+
+
+def _check_device(value: object) -> object:
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(value)):
+        raise ValueError(f"found {value!r}, expected auto, cpu, cuda, or cuda:N")
+    return str(value)
+
+
+Device = Annotated[
+    str,
+    BeforeValidator(_check_device),
+    WithJsonSchema({"type": "string", "pattern": r"auto|cpu|cuda(:\d+)?"}),
+]
+
+TAPE = "cpu (tape)"  # the name of the backend of device cpu
+
+LARGEST = {  # torch.finfo(...).max
+    "float16": 65504.0,
+    "bfloat16": 3.3895313892515355e38,
+    "float32": 3.4028234663852886e38,
+    "float64": 1.7976931348623157e308,
+    "float8_e4m3fn": 448.0,
+    "float8_e5m2": 57344.0,
+}
+
+
+def is_value_of(dtype: str, value: float) -> bool:
+    """Whether the dtype holds the number, rounded if it is floating point."""
+    is_finite = isinstance(value, int) or math.isfinite(value)
+    if dtype in LARGEST:
+        return not is_finite or abs(value) <= LARGEST[dtype]
+    if dtype == "bool":
+        return value in (0, 1)
+    if not is_finite or value != int(value):
+        return False
+    bits = int(re.sub(r"\D", "", dtype))
+    if dtype == "uint8":
+        return 0 <= value < 1 << bits
+    half = 1 << bits - 1
+    return -half <= value < half
+
+
+_AMOUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.ASCII | re.IGNORECASE)
+
+
+def _amount(
+    units: Mapping[str, float],
+    unit: str,
+    example: str,
+    most: float,
+) -> Callable[[object], float]:
+    factors = {"": 1.0, **{name.lower(): factor for name, factor in units.items()}}
+    allowed = (
+        f"expected a number of {unit}, or one with a unit ({', '.join(units)}), such as {example}"
+    )
+
+    def parse(value: object) -> float:
+        named = ""
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            amount: float = value
+        else:
+            match = _AMOUNT.fullmatch(value) if isinstance(value, str) else None
+            if match is None or match[2].lower() not in factors:
+                raise ValueError(f"found {value!r}, {allowed}")
+            named = match[2].lower()
+            amount = float(match[1]) * factors[named]
+        if unit == "bytes" and not named and amount % 1:
+            raise ValueError(f"found {value!r} bytes; was a unit meant? {allowed}")
+        if not 0 <= amount <= most:
+            raise ValueError(
+                f"found {value!r}, which is not between 0 and {most:g} {unit}; {allowed}"
+            )
+        return amount
+
+    return parse
+
+
+_UNITS_OF_BYTES = {
+    "B": 1,
+    "kB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "KiB": 1 << 10,
+    "MiB": 1 << 20,
+    "GiB": 1 << 30,
+}
+_parse_bytes = _amount(_UNITS_OF_BYTES, "bytes", "2GiB or 512MiB", most=1 << 50)
+_parse_seconds = _amount({"ms": 1e-3, "s": 1.0, "min": 60.0}, "seconds", "30s or 2min", most=10**6)
+
+
+def _above_zero(value: float) -> float:
+    if value == 0:
+        raise ValueError("found 0, which pays for no graph; leave it out for no bound")
+    return value
+
+
+def _or_text(kind: str, bound: str) -> WithJsonSchema:
+    return WithJsonSchema({"anyOf": [{"type": kind, bound: 0}, {"type": "string"}]})
+
+
+# dumped as numbers of the base unit
+Bytes = Annotated[
+    int, BeforeValidator(lambda value: round(_parse_bytes(value))), _or_text("integer", "minimum")
+]
+Seconds = Annotated[float, BeforeValidator(_parse_seconds), _or_text("number", "minimum")]
+BytesToSpend = Annotated[
+    Bytes, AfterValidator(_above_zero), _or_text("integer", "exclusiveMinimum")
+]
+SecondsToSpend = Annotated[
+    Seconds, AfterValidator(_above_zero), _or_text("number", "exclusiveMinimum")
+]
+
 
 SYMBOLS = ("num_tokens", "num_reqs")
 WORDS_OF_A_CALL = {"uniform_decode", "num_active_loras", "invalid_modes", "padded", "self"}

@@ -1,8 +1,7 @@
 """Several processes, one rank each."""
 
 from cgplan.backends.context import all_reduce_by, current_all_reduce
-from cgplan.distributed.all_reduce import AllReduce, CollectiveAllReduce
-from cgplan.distributed.custom import open_all_reduce
+from cgplan.distributed.all_reduce import AllReduce, CollectiveAllReduce, open_all_reduce
 from cgplan.distributed.data_parallel import DataParallelRunner, in_step
 from cgplan.distributed.ranks import Ranks, open_ranks
 from cgplan.distributed.registry import GraphBufferRegistry, Registration

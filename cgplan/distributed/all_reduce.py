@@ -1,5 +1,5 @@
-"""The operator ``cgplan::all_reduce`` (docs/distributed.md), and its implementations.
-``cgplan::all_reduce_row`` inside it is one node or step.
+"""The operator ``cgplan::all_reduce`` (docs/distributed.md), its implementations, and the choice
+among them. ``cgplan::all_reduce_row`` inside it is one node or step.
 
 Note [Unfinished sums]
     Where a rank left a sum, the next one would take the others' parts for its own. On the CPU it
@@ -10,8 +10,11 @@ Note [Unfinished sums]
 
 from __future__ import annotations
 
+import ctypes
+import importlib
 import itertools
 import logging
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -23,12 +26,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cgplan.backends import GraphBackend
-from cgplan.backends.context import define_operator
+from cgplan.backends.context import current_forward_context, define_operator
 from cgplan.backends.host_sync import is_probing
-from cgplan.captures.rank_sync import PeerMemory
-from cgplan.distributed.ranks import Ranks
-from cgplan.distributed.registry import Registration
-from cgplan.errors import AllReduceError, DistributedError, first_line
+from cgplan.captures.model_graphs import PeerMemory
+from cgplan.config import Config, DistributedConfig
+from cgplan.distributed.ranks import Ranks, refuse_unlike
+from cgplan.distributed.registry import (
+    SUM_ALIKE,
+    CudaIpcTransport,
+    GraphBufferRegistry,
+    MemoryTransport,
+    Registration,
+    SharedMemoryTransport,
+    uses_expandable_segments,
+)
+from cgplan.errors import AllReduceError, DistributedError, RegistrationError, first_line
+from cgplan.modes import CUDAGraphMode
+from cgplan.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -240,3 +254,291 @@ define_operator(
 )
 _ROW_SCHEMA = "all_reduce_row(Tensor x, Tensor(a!) out, Tensor row, int group) -> ()"
 define_operator(_ROW_SCHEMA, _all_reduce_row, lambda *_: None)
+
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# a load; inputs are aligned to it
+PACK_BYTES = 16
+# larger messages are two-shot
+ONE_SHOT_BYTES = {
+    2: 1 << 20,
+    4: 512 << 10,
+    8: 256 << 10,
+}
+
+_MOST_BLOCKS = 64  # with signals of their own
+_WARPS = 8
+_BLOCK_BYTES = _WARPS * 32 * PACK_BYTES
+# a look takes about a microsecond; kernels have no clock
+_LOOKS_PER_SECOND = 1 << 20
+
+
+class CustomAllReduce(AllReduce):
+    """Sums over registered buffers; owns its transport."""
+
+    name = "custom"
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        backend: GraphBackend,
+        transport: MemoryTransport,
+        fallback: AllReduce,
+        settings: DistributedConfig,
+    ) -> None:
+        super().__init__(ranks, backend, fallback)
+        self._transport = transport
+        self._max_bytes = settings.all_reduce_max_size
+        self.registry = GraphBufferRegistry(ranks, transport, backend.device, settings.table_rows)
+        self._staging = transport.empty(self._max_bytes)
+        row = self.registry.open_block("staging buffers", self._staging)
+        self._staging_row = torch.tensor(row, dtype=torch.int64, device=backend.device)
+
+    @abstractmethod
+    def reset(self) -> None:
+        """New signals; no rank is in a sum."""
+
+    def why_not(self, x: Tensor) -> str:
+        if x.dtype not in DTYPES:
+            return f"{x.dtype} is none of float32, float16, bfloat16"
+        if x.nbytes > self._max_bytes:
+            return (
+                "a tensor has more than distributed.all_reduce_max_size, "
+                f"{format_bytes(self._max_bytes)}"
+            )
+        if x.nbytes % PACK_BYTES:
+            return f"a tensor's bytes are not a multiple of {PACK_BYTES}"
+        return ""
+
+    def placed(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if x.data_ptr() % PACK_BYTES:  # a slice
+            x = x.clone()
+        context = current_forward_context()
+        is_capturing = self.backend.is_capturing()
+        is_segment = context is not None and context.runtime_mode is CUDAGraphMode.PIECEWISE
+        if is_capturing and not is_segment:
+            source = self._transport.place(x)
+            row = self.registry.take_row(source)
+        else:
+            if is_capturing:
+                self.registry.note(x)
+            source = self._staging[: x.nbytes].view(x.dtype).view(x.shape)
+            row = self._staging_row
+        if source is not x:
+            source.copy_(x)
+        return source, row
+
+    def begin_pass(self) -> None:
+        """With new signals: a failed rank may have left a barrier early."""
+        self.registry.unregister()
+        # aborted sums may still write to peers
+        with self.ranks.step("the end of all sums"):
+            self.reset()
+        with self.ranks.step("new signals"):
+            self.reset()
+        super().begin_pass()
+
+    def end_pass(self) -> Registration:
+        return self.registry.register()
+
+    @property
+    def is_read(self) -> bool:
+        return self.registry.is_sealed and self.registry.rows > 0
+
+    def release(self) -> None:
+        self.registry.unregister()
+
+    def peer_memory(self) -> PeerMemory:
+        return self.registry.peer_memory()
+
+    def close(self) -> None:
+        if self.is_closed:
+            return
+        super().close()
+        try:
+            self.registry.close()
+        finally:
+            self._transport.free()
+
+
+def _unregistered() -> RegistrationError:
+    return RegistrationError(
+        "a graph was replayed before its buffers were registered",
+        remedy="End the capture pass on all ranks first: AllReduce.end_pass().",
+    )
+
+
+class CudaAllReduce(CustomAllReduce):
+    """On 2, 4 or 8 GPUs. A wait ends, with NaN and an error word, after about
+    ``distributed.timeout``.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        backend: GraphBackend,
+        transport: MemoryTransport,
+        fallback: AllReduce,
+        settings: DistributedConfig,
+    ) -> None:
+        from cgplan.distributed.triton_kernels import ABORTED, one_shot, two_shot
+
+        self._one_shot = one_shot
+        self._two_shot = two_shot
+        self._limit = min(int(ranks.timeout * _LOOKS_PER_SECOND), (1 << 31) - 1)
+        self._signal_bytes = _MOST_BLOCKS * ranks.world_size * 4
+        most_packs = math.ceil(settings.all_reduce_max_size / PACK_BYTES / ranks.world_size)
+        device = ranks.device
+        super().__init__(ranks, backend, transport, fallback, settings)
+        self._own = transport.empty(self._signal_bytes + most_packs * PACK_BYTES)
+        addresses = self.registry.open_block("signals", self._own)
+        self._signals = torch.tensor(addresses, dtype=torch.int64, device=device)
+        self._counts = torch.zeros(_MOST_BLOCKS, dtype=torch.int32, device=device)
+        self._error = torch.zeros(1, dtype=torch.int32, device=device)
+        self._aborted = torch.full((1,), ABORTED, dtype=torch.int32).pin_memory()
+        self._beside = torch.cuda.Stream(device)
+
+    def run(self, x: Tensor, out: Tensor, row: Tensor) -> None:
+        packs = x.nbytes // PACK_BYTES
+        common = {
+            "RANK": self.rank,
+            "WORLD": self.world_size,
+            "PACK": PACK_BYTES // x.itemsize,
+            "BLOCK": _BLOCK_BYTES // x.itemsize,
+            "LIMIT": self._limit,
+            "num_warps": _WARPS,
+        }
+        given = (row, out, self._signals, self._counts, self._error, packs)
+        if x.nbytes <= ONE_SHOT_BYTES[self.world_size]:
+            grid = self._grid(x.nbytes)
+            self._one_shot[grid](*given, **common)
+        else:
+            slice_packs = math.ceil(packs / self.world_size)
+            grid = self._grid(slice_packs * PACK_BYTES)
+            self._two_shot[grid](*given, slice_packs, SIGNAL_BYTES=self._signal_bytes, **common)
+
+    def reset(self) -> None:
+        torch.cuda.synchronize(self.ranks.device)
+        self._own[: self._signal_bytes].zero_()
+        self._counts.zero_()
+        self._error.zero_()
+        torch.cuda.synchronize(self.ranks.device)
+
+    def abort(self) -> None:
+        with torch.cuda.device(self.ranks.device), torch.cuda.stream(self._beside):
+            self._error.copy_(self._aborted, non_blocking=True)
+
+    def check(self) -> None:
+        from cgplan.distributed.triton_kernels import TIMED_OUT, UNREGISTERED
+
+        code = int(self._error.item())
+        if not code:
+            return
+        self.ranks.check()
+        if code == UNREGISTERED:
+            raise _unregistered()
+        ended = "timed out" if code == TIMED_OUT else "was aborted"
+        raise AllReduceError(
+            f"an all-reduce on rank {self.rank} {ended}: a rank did not come to it, and sums since "
+            "then are wrong",
+            remedy="Every rank has to make the same calls in the same order.",
+        )
+
+    def _grid(self, nbytes: int) -> tuple[int]:
+        blocks = math.ceil(nbytes / _BLOCK_BYTES)
+        return (min(blocks, _MOST_BLOCKS),)
+
+
+class CpuAllReduce(CustomAllReduce):
+    """It tries the registration without a GPU; ranks meet in their store."""
+
+    def run(
+        self,
+        x: Tensor,
+        out: Tensor,
+        row: Tensor,
+    ) -> None:
+        """Sums in float32 in the order of the ranks.
+
+        Raises:
+            RankMismatchError: shapes or dtypes differ, on all ranks; sums may go on.
+            RegistrationError: replayed before registration.
+            RankFailedError, AllReduceError: a rank is lost, failed, or late.
+        """
+        addresses = row.tolist()
+        if not all(addresses):
+            raise _unregistered()
+        with self.whole_sum():
+            told = self.ranks.meet_in_sum(f"{list(x.shape)} {x.dtype}")
+        refuse_unlike([{"an all-reduce": theirs} for theirs in told], SUM_ALIKE)
+        with self.whole_sum():
+            total = torch.zeros(x.numel())
+            memory = ctypes.c_char * x.nbytes
+            for address in addresses:
+                total += torch.frombuffer(memory.from_address(address), dtype=x.dtype)
+            out.view(-1).copy_(total)
+            self.ranks.meet_in_sum("")  # before the inputs change
+
+    def reset(self) -> None:
+        self._is_unfinished = False
+
+
+def open_all_reduce(config: Config, ranks: Ranks, backend: GraphBackend) -> AllReduce:
+    """As ``compilation.all_reduce`` says; a step of all ranks. Raises AllReduceError, on all ranks,
+    where it cannot work.
+    """
+    wanted = config.compilation.all_reduce
+    collective = CollectiveAllReduce(ranks, backend)
+    on_cpu = ranks.device.type == "cpu"
+    if wanted == "auto" and on_cpu:
+        wanted = "nccl"
+    if wanted == "nccl":
+        return collective
+    reasons = ranks.agree("the choice of the all-reduce", value=_why_not(ranks))
+    for rank, reason in enumerate(reasons):
+        if reason and wanted != "auto":
+            raise AllReduceError(
+                f"compilation.all_reduce: {wanted} cannot work here: rank {rank}: {reason}",
+                remedy="Set compilation.all_reduce: auto or nccl.",
+            )
+        if reason:
+            if ranks.rank == 0:
+                logger.warning(
+                    "custom all-reduce: rank %d: %s; %s does it", rank, reason, collective.name
+                )
+            return collective
+    settings = config.distributed
+    if on_cpu:
+        return CpuAllReduce(ranks, backend, SharedMemoryTransport(), collective, settings)
+    transport = CudaIpcTransport(ranks.device)
+    return CudaAllReduce(ranks, backend, transport, collective, settings)
+
+
+def _why_not(ranks: Ranks) -> str:
+    """Empty if this rank can take part."""
+    if len({presence.host for presence in ranks.presences}) > 1:
+        return "the ranks are on several machines"
+    if ranks.device.type == "cpu":
+        return ""
+    if ranks.world_size not in ONE_SHOT_BYTES:
+        sizes = ", ".join(map(str, ONE_SHOT_BYTES))
+        return f"{ranks.world_size} ranks, where kernels exist for {sizes}"
+    packages = {"triton": "triton", "cuda.bindings.runtime": "cuda-bindings"}
+    for module, package in packages.items():
+        try:
+            importlib.import_module(module)
+        except ImportError:
+            return f"{package} is not installed"
+    if uses_expandable_segments():
+        return "expandable segments are on, whose memory has no IPC handle"
+    # presences name GPUs that this process may not see
+    numbers = {}
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        numbers[str(properties.uuid)] = index
+    own = ranks.device.index or 0
+    for rank, presence in enumerate(ranks.presences):
+        peer = numbers.get(presence.device, own)
+        if peer != own and not torch.cuda.can_device_access_peer(own, peer):
+            return f"its GPU cannot read that of rank {rank} (no peer access)"
+    return ""

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from cgplan.backends import GraphBackend
-from cgplan.captures.rank_sync import PeerMemory, RankSync
+from cgplan.captures.model_graphs import PeerMemory, RankSync
 from cgplan.config import Config
 from cgplan.distributed.all_reduce import AllReduce
 from cgplan.distributed.ranks import Ranks, refuse_unlike
@@ -25,7 +25,7 @@ from cgplan.errors import (
     RegistrationError,
 )
 from cgplan.planning import Plan
-from cgplan.planning.difference import leaves
+from cgplan.planning.plan import leaves
 from cgplan.reports.records import CaptureReport, RankRecord
 
 logger = logging.getLogger(__name__)

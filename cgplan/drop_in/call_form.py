@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode
 from torch.utils._pytree import TreeSpec, tree_flatten
 
-from cgplan.config.values import DType
+from cgplan.config.schema import DType
 from cgplan.errors import OutputShapeError
 
 CONSTANTS = frozenset(

@@ -48,7 +48,7 @@ from cgplan.errors import (
     NumbersError,
     OutputShapeError,
 )
-from cgplan.graphs.pools import GraphPool
+from cgplan.graphs.wrapper import GraphPool
 from cgplan.graphs.written import version_of
 from cgplan.modes import CUDAGraphMode, Key
 from cgplan.planning import build_plan

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map_only
 
 from cgplan.backends.backend import number_of
 from cgplan.backends.blame import blamed_line
-from cgplan.backends.context import deriving, random_state_kept
+from cgplan.backends.context import answering, deriving, random_state_kept, replaced, setting
 from cgplan.backends.host_sync import (
     Args,
     DispatchMode,
@@ -47,7 +47,6 @@ from cgplan.backends.host_sync import (
     tensors_in,
     written_tensors,
 )
-from cgplan.backends.replacing import answering, replaced, setting
 from cgplan.errors import CaptureError, first_line
 from cgplan.graphs.fingerprint import ABSENT, Fingerprint, is_same, is_tensor
 from cgplan.graphs.put_back import PutBack
@@ -114,8 +113,9 @@ def note_writes(
     """``given``: ids of storages."""
     written = set(map(storage_id, written_tensors(func, args, kwargs)))
     found.written |= written
-    adds = any(leaf is True or type(leaf) is str for leaf in leaves_of(args, kwargs))
-    if func._opname in _OVERWRITES and not adds:  # `accumulate` and `reduce` do
+    leaves = leaves_of(args, kwargs)
+    adds = any(leaf is True or type(leaf) is str for leaf in leaves)  # `accumulate` and `reduce`
+    if func._opname in _OVERWRITES and not adds:
         found.overwritten |= written - found.storages_read
         found.storages_read |= set(given) - written
         return

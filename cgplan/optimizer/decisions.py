@@ -15,7 +15,7 @@ from cgplan.config import Config
 from cgplan.errors import BudgetError, ModeError, PlanError, StepTimeError, TrafficError
 from cgplan.modes import CUDAGraphMode, Key
 from cgplan.optimizer.evidence import ASKED_FOR, PlanCheck, ServicePoint
-from cgplan.optimizer.lanes import Run, step_clock
+from cgplan.optimizer.problem import Run, step_clock
 from cgplan.optimizer.propose import (
     ALIKE,
     PlanInputs,
@@ -26,7 +26,7 @@ from cgplan.optimizer.propose import (
 )
 from cgplan.planning import Plan, build_plan
 from cgplan.planning.plan import budget_of
-from cgplan.pricing.costs import GraphCosts
+from cgplan.pricing import GraphCosts
 from cgplan.traffic.histogram import Goal, Service, Traffic
 from cgplan.traffic.simulation import (
     RequestTrace,

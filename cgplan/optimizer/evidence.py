@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from cgplan.config.values import Record
+from cgplan.config.schema import Record
 from cgplan.planning.plan import LaneRecord, LeftOut
-from cgplan.pricing.costs import GraphCosts
+from cgplan.pricing import GraphCosts
 from cgplan.traffic.histogram import Goal, Service
 from cgplan.units import counted
 

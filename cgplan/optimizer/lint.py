@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from cgplan.modes import CUDAGraphMode
-from cgplan.optimizer.lanes import Run, largest_of
+from cgplan.optimizer.problem import Run, largest_of
 from cgplan.planning.plan import Lane, Plan, lanes_of
 from cgplan.traffic.histogram import StepShape
 from cgplan.units import counted, format_microseconds, listed

@@ -40,18 +40,16 @@ from cgplan.optimizer.evidence import (
     limit_words,
     of_costs,
 )
-from cgplan.optimizer.lanes import (
-    Lists,
-    Run,
-    keys_of,
-    largest_of,
-    stride_of,
-)
 from cgplan.optimizer.lint import lint
 from cgplan.optimizer.problem import (
     Chosen,
+    Lists,
     Problem,
+    Run,
+    keys_of,
+    largest_of,
     problem_of,
+    stride_of,
 )
 from cgplan.optimizer.search import (
     MOST_GRAPHS,
@@ -60,19 +58,20 @@ from cgplan.optimizer.search import (
     Search,
     best_plan,
 )
-from cgplan.planning.build import LADDERS, build_plan
 from cgplan.planning.plan import (
+    LADDERS,
     PLANNED_FOR,
     Lane,
     LeftOut,
     Plan,
     budget_of,
+    build_plan,
     capture_config,
     capture_order,
     config_hash,
     lanes_of,
 )
-from cgplan.pricing.costs import GraphCosts
+from cgplan.pricing import GraphCosts
 from cgplan.traffic.histogram import Traffic
 from cgplan.traffic.step_times import StepTimes
 from cgplan.units import (

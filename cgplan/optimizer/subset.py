@@ -19,8 +19,7 @@ from operator import attrgetter
 from cgplan.config import Config
 from cgplan.modes import Key
 from cgplan.planning.plan import KeyCost, Lane, Plan
-from cgplan.pricing.allocator import unit_of
-from cgplan.pricing.costs import static_bytes, widest
+from cgplan.pricing import static_bytes, unit_of, widest
 from cgplan.units import grouped
 
 

@@ -14,13 +14,10 @@ from cgplan.errors import ConfigError
 from cgplan.graphs.footprint import Part
 from cgplan.graphs.wrapper import CUDAGraphOptions
 from cgplan.modes import CUDAGraphMode
-from cgplan.piecewise.backend import PiecewiseBackend
-from cgplan.piecewise.breakable import BreakableCUDAGraphCapture, BreakableCUDAGraphWrapper
-from cgplan.piecewise.breaks import Breaks
-from cgplan.piecewise.split import Piece, refuse_unknown_ops
-from cgplan.piecewise.trace import PiecewiseModel
+from cgplan.piecewise.breakable import BreakableCUDAGraphCapture, BreakableCUDAGraphWrapper, Breaks
+from cgplan.piecewise.trace import Piece, PiecewiseBackend, PiecewiseModel, refuse_unknown_ops
 from cgplan.planning import Plan
-from cgplan.planning.build import DEFAULT_SPLITTING_OPS
+from cgplan.planning.plan import DEFAULT_SPLITTING_OPS
 from cgplan.reports.records import SplitRecord
 from cgplan.units import listed
 

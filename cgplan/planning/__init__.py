@@ -2,9 +2,8 @@
 torch here.
 """
 
-from cgplan.planning.build import LADDERS, build_plan
 from cgplan.planning.dispatcher import CudagraphDispatcher, MissReason
-from cgplan.planning.plan import Plan, config_hash
+from cgplan.planning.plan import LADDERS, Plan, build_plan, config_hash
 
 __all__ = [
     "LADDERS",

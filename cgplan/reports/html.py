@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from jinja2 import StrictUndefined, Template
 
-from cgplan.config.values import TAPE
+from cgplan.config.schema import TAPE
 from cgplan.modes import Key
 from cgplan.optimizer.evidence import Evidence, PaddingMap, ParetoPoint, SizeUse
 from cgplan.planning import Plan

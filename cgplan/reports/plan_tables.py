@@ -24,8 +24,15 @@ from cgplan.optimizer.evidence import (
     limit_words,
 )
 from cgplan.planning import Plan
-from cgplan.planning.difference import FieldChange, Figure, PlanDifference, compare
-from cgplan.planning.plan import PLANNED_FOR, Lane, Predicted
+from cgplan.planning.plan import (
+    PLANNED_FOR,
+    FieldChange,
+    Figure,
+    Lane,
+    PlanDifference,
+    Predicted,
+    compare,
+)
 from cgplan.reports.layout import (
     Bytes,
     Column,
@@ -56,7 +63,7 @@ from cgplan.units import (
 )
 
 if TYPE_CHECKING:
-    from cgplan.pricing.costs import CaseCost
+    from cgplan.pricing import CaseCost
 
 MOST_PADDING_ROWS = 12
 MOST_POINTS = 12

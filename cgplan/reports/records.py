@@ -10,14 +10,12 @@ from typing import Literal, get_args
 from pydantic import Field, ValidationError
 
 from cgplan.config.load import read_text
-from cgplan.config.messages import first_problem
-from cgplan.config.values import TAPE, Record
+from cgplan.config.schema import TAPE, Record, first_problem
 from cgplan.errors import BudgetError, ConfigError, ReportError
 from cgplan.modes import BatchDescriptor, CUDAGraphMode, Key
 from cgplan.optimizer.evidence import PlanCheck
 from cgplan.planning import Plan
-from cgplan.planning.difference import PlanDifference
-from cgplan.planning.plan import Descriptor, Lane, Machine, Mode
+from cgplan.planning.plan import Descriptor, Lane, Machine, Mode, PlanDifference
 from cgplan.reports.layout import render_text
 
 Keys = tuple[tuple[Mode, Descriptor], ...]

@@ -26,8 +26,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from cgplan.backends import GraphBackend
-from cgplan.backends.context import AmbientState, random_state_kept
-from cgplan.backends.replacing import T, replaced
+from cgplan.backends.context import AmbientState, T, random_state_kept, replaced
 from cgplan.buffers.compare import differences
 from cgplan.buffers.static import example_batch
 from cgplan.captures.failures import drop_locals
@@ -45,7 +44,7 @@ from cgplan.errors import (
 from cgplan.graphs.walk import PLAIN
 from cgplan.modes import CUDAGraphMode, Key
 from cgplan.piecewise.routes import SplitRoute
-from cgplan.piecewise.split import refuse_unknown_ops
+from cgplan.piecewise.trace import refuse_unknown_ops
 from cgplan.planning import Plan, build_plan
 from cgplan.planning.plan import PlanChange
 from cgplan.reports.records import LEAST_GAIN

@@ -11,7 +11,7 @@ from cgplan.captures.captured_keys import Progress
 from cgplan.captures.model_graphs import BeforeKey
 from cgplan.config import Config
 from cgplan.errors import BackendError, CgplanError
-from cgplan.graphs.pools import GraphPool
+from cgplan.graphs.wrapper import GraphPool
 from cgplan.planning import Plan, build_plan
 from cgplan.reports.layout import Column, Grid, TextColumn, plain_text
 from cgplan.reports.records import CaptureReport, ReplanReport

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from cgplan.backends.context import ForwardContext, reset_context, set_context
 from cgplan.buffers.batch import never
-from cgplan.buffers.copier import Copier, CopyIn
+from cgplan.buffers.static import Copier, CopyIn
 from cgplan.captures.model_graphs import DeclaredMetadata, ModelGraphs
 from cgplan.graphs.wrapper import CUDAGraphEntry
 from cgplan.modes import CUDAGraphMode

@@ -1,4 +1,6 @@
-"""A model with its graphs: a call is looked up, copied in, replayed and cut."""
+"""A model with its graphs: a call is looked up, copied in (or written straight into the static
+buffers by the caller), replayed and cut.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from threading import get_ident
 from time import perf_counter_ns
+from types import TracebackType
 from typing import Any, Literal
 
 import torch
@@ -18,30 +21,231 @@ from torch import Tensor
 
 from cgplan.backends import GraphBackend
 from cgplan.backends.backend import Trace, span
-from cgplan.backends.context import is_capture_allowed
-from cgplan.backends.replacing import replaced
-from cgplan.buffers.batch import Batch, BatchReader, alike_to
-from cgplan.buffers.copier import Copier
+from cgplan.backends.context import is_capture_allowed, replaced
+from cgplan.buffers.batch import Batch, BatchReader, alike_to, unknown_input
+from cgplan.buffers.static import Copier
 from cgplan.captures.captured_keys import CapturedKeys
 from cgplan.captures.model_graphs import ModelGraphs
 from cgplan.config import Config
 from cgplan.errors import CgplanError, DispatchMissError, InputError
-from cgplan.graphs.pools import PoolUse
+from cgplan.graphs.wrapper import PoolUse
 from cgplan.modes import BatchDescriptor, CUDAGraphMode, Key
 from cgplan.planning import Plan
 from cgplan.planning.dispatcher import Modes, set_of_modes
-from cgplan.pricing.costs import GraphCosts
+from cgplan.pricing import GraphCosts
 from cgplan.reports.layout import describe_sizes
 from cgplan.reports.records import AuditReport, CaptureReport, ReplanReport, VerifyRecord
-from cgplan.runner.launcher import Launcher
 from cgplan.runner.prepared import PreparedCall, Values
 from cgplan.runner.replan import Replanner
 from cgplan.runner.routing import BatchRouter, RoutedBatch
-from cgplan.runner.staging import StagedBuffers
 from cgplan.runner.stats import RunnerStats
+from cgplan.runner.verifier import Verifier
 from cgplan.traffic.histogram import Traffic
 from cgplan.traffic.step_times import StepTimes
 from cgplan.units import counted, format_bytes
+
+_MISSING = object()
+_UNREAD = object()
+
+
+class StagedBuffers(Mapping[str, Tensor]):
+    """The runner's static rows of one batch, by name.
+
+    Inside the block, which can be entered again, the caller writes in place. Leaving it runs the
+    batch, and raises as a call; then ``output`` is there.
+
+    Raises:
+        InputError: a tensor is put in instead of written in place, or its name is not declared.
+        CgplanError: used outside of its block; entered during a call, while another stream has
+            work, or after its graphs are gone.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_entered",
+        "_launcher",
+        "_marks",
+        "_output",
+        "_reqs",
+        "_tokens",
+        "_views",
+        "call",
+    )
+    __hash__ = object.__hash__
+
+    def __init__(self, launcher: Launcher, call: PreparedCall) -> None:
+        batch = call.route.batch
+        buffers = launcher.graphs.buffers[()]
+        self._launcher = weakref.ref(launcher)
+        self.call: PreparedCall | None = call
+        self._marks = buffers.marks
+        self._tokens = batch.num_tokens
+        self._reqs = batch.num_reqs or 0
+        self._views = buffers.views(self._tokens, self._reqs)
+        self._entered: Launcher | None = None  # inside the block
+        self._output: Any = _MISSING
+
+    def __enter__(self) -> StagedBuffers:
+        launcher = self._launcher()
+        call = self.call
+        if launcher is None or call is None:
+            raise CgplanError(
+                "the graphs that these buffers were staged for are gone",
+                remedy="Call runner.stage(...) again.",
+            )
+        use = launcher.use
+        use.take(launcher.name)
+        # as take_stream, which is slower
+        if use.stream != launcher.stream() or use.user is not launcher.name:
+            try:
+                launcher.take_stream()
+            except BaseException:
+                use.release()
+                raise
+        marks = self._marks
+        if self._tokens > marks.tokens or self._reqs > marks.reqs:
+            marks.extend(self._tokens, self._reqs)
+        self._output = _MISSING
+        self._entered = launcher
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        launcher = self._entered
+        call = self.call
+        if launcher is None or call is None:
+            raise self._ended()
+        try:
+            if kind is None:
+                values: Values = ()
+                if call.route.mode is CUDAGraphMode.NONE:
+                    values = [view.detach() for view in self._views.values()]
+                with torch._C.DisableTorchFunction():
+                    launcher.launch(call, values)
+                self._output = call.output() if launcher.graphs.outputs.clone else _UNREAD
+            last = launcher.last_staged
+            launcher.last_staged = self
+            if last is not None and last is not self:
+                last.drop_output()
+        finally:
+            self._entered = None
+            launcher.use.release()
+
+    @property
+    def output(self) -> Any:
+        """Valid as a call's. Raises CgplanError before the end of the block, and after a batch of
+        other counts was staged.
+        """
+        call = self.call
+        if self._output is _MISSING or call is None:
+            raise CgplanError(
+                "these staged buffers have no output",
+                remedy="Read it after the `with` block and before the next batch is staged.",
+            )
+        if self._output is _UNREAD:
+            self._output = call.output()
+        return self._output
+
+    def drop_output(self) -> None:
+        self._output = _MISSING
+
+    def retire(self) -> None:
+        """Its graphs are gone."""
+        self.call = None
+        self._views = {}
+        self.drop_output()
+
+    def __getitem__(self, name: str) -> Tensor:
+        if self._entered is None:
+            raise self._ended()
+        if name not in self._views:
+            raise unknown_input(name, self._views)
+        return self._views[name].detach()
+
+    def __setitem__(self, name: str, value: Tensor) -> None:
+        own = self[name].data_ptr()
+        # it is the same after `buffers[name] += 1`
+        if not isinstance(value, Tensor) or value.data_ptr() != own:
+            raise InputError(
+                "values cannot be put into staged buffers: graphs read their memory",
+                remedy="Write in place: buffers[name].copy_(tensor), .fill_(number).",
+            )
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._views
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._views)
+
+    def __len__(self) -> int:
+        return len(self._views)
+
+    def _ended(self) -> CgplanError:
+        return CgplanError(
+            "the staged buffers were used outside of their `with` block",
+            remedy="Write into them inside `with runner.stage(...) as buffers:`; later their "
+            "memory belongs to others.",
+        )
+
+
+class Launcher:
+    """The caller holds the lock."""
+
+    def __init__(
+        self,
+        graphs: ModelGraphs,
+        use: PoolUse,
+        name: str,
+    ) -> None:
+        self.graphs = graphs
+        self.verifier = Verifier(graphs)
+        self.use = use
+        self.name = name
+        self.stream = graphs.backend.stream_getter()
+        self.last_staged: Any = None  # its last StagedBuffers
+        self._addresses = graphs.addresses
+        self._checks_once = graphs.config.compilation.address_policy != "always"
+        self._is_plain = False  # a call without autocast has passed
+        kind = graphs.backend.device.type
+        self._is_autocast = torch.is_autocast_enabled  # without an argument for CUDA, and faster
+        if kind != "cuda":
+            self._is_autocast = partial(torch.is_autocast_enabled, kind)
+
+    def take_stream(self) -> None:
+        """Raises CgplanError if another stream has work."""
+        self.use.take_stream(self.stream(), self.name, self.graphs.backend)
+
+    def launch(
+        self,
+        call: PreparedCall,
+        values: Values,
+        is_alike: bool = False,
+    ) -> None:
+        """``is_alike``: the tensors are dense, and like those of the last call."""
+        stream = self.stream()
+        use = self.use
+        if stream != use.stream or use.user is not self.name:
+            self.take_stream()
+        if not self._is_plain or self._is_autocast():
+            self.graphs.check_autocast()
+            self._is_plain = not self._is_autocast()
+        if call.needs_check and not self._addresses.holds():
+            self._addresses.check(call.route.key)
+            call.needs_check = not self._checks_once  # then holds() is never true
+        call.copy_in(values, stream, is_alike)
+        call.count.calls += 1
+        due = call.due
+        due.left -= 1
+        if due.left:
+            call.replay()
+        else:
+            with torch._C._EnableTorchFunction():
+                self.verifier.replay(call, values)
+
 
 # the oldest goes first
 MOST_PREPARED = 4096

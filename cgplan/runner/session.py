@@ -12,15 +12,21 @@ from cgplan.backends import GraphBackend
 from cgplan.captures.audit import prove
 from cgplan.captures.captured_keys import CapturedKeys, Progress, fitting
 from cgplan.captures.failures import drop_locals
-from cgplan.captures.model_graphs import BeforeKey, ModelGraphs, RealRows, State
-from cgplan.captures.rank_sync import SINGLE_RANK, RankSync
+from cgplan.captures.model_graphs import (
+    SINGLE_RANK,
+    BeforeKey,
+    ModelGraphs,
+    RankSync,
+    RealRows,
+    State,
+)
 from cgplan.config import Config
 from cgplan.errors import CaptureMemoryError, CgplanError, ConfigError, PlanError
-from cgplan.graphs.pools import GraphPool, PoolUse
+from cgplan.graphs.wrapper import GraphPool, PoolUse
 from cgplan.modes import Key
 from cgplan.piecewise.routes import SplitRoute
 from cgplan.planning import Plan, config_hash
-from cgplan.planning.build import refuse_auto
+from cgplan.planning.plan import refuse_auto
 from cgplan.runner.runner import GraphRunner
 from cgplan.runner.stats import RunnerStats
 

@@ -11,8 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import ValidationError
 
-from cgplan.config.messages import first_problem
-from cgplan.config.values import Record
+from cgplan.config.schema import Record, first_problem
 from cgplan.errors import TrafficError
 from cgplan.planning import Plan
 from cgplan.units import format_microseconds, grouped

@@ -23,14 +23,12 @@ from pydantic import (
 )
 
 from cgplan.config import load
-from cgplan.config.messages import first_problem
-from cgplan.config.values import TAPE, Record
+from cgplan.config.schema import TAPE, Record, first_problem
 from cgplan.errors import CgplanError, StepTimeError
 from cgplan.modes import CUDAGraphMode
+from cgplan.planning.engines import logged_steps
 from cgplan.planning.plan import Mode
-from cgplan.planning.vllm_log import logged_steps
-from cgplan.traffic.histogram import MOST_BATCHED_TOKENS, Traffic
-from cgplan.traffic.rows import (
+from cgplan.traffic.files import (
     LOG_LINE,
     Form,
     R,
@@ -43,6 +41,7 @@ from cgplan.traffic.rows import (
     sized_rows,
     whole_object,
 )
+from cgplan.traffic.histogram import MOST_BATCHED_TOKENS, Traffic
 from cgplan.units import counted, format_microseconds, grouped
 
 # Microseconds by tokens that ran, by (runtime mode, LoRA case).

@@ -132,9 +132,9 @@ def main():
     with ranks:
         backend = select_backend(str(ranks.device))
         if options.one_shot_bytes is not None:
-            from cgplan.distributed import custom
+            from cgplan.distributed import all_reduce
 
-            custom.ONE_SHOT_BYTES = dict.fromkeys((2, 4, 8), options.one_shot_bytes)
+            all_reduce.ONE_SHOT_BYTES = dict.fromkeys((2, 4, 8), options.one_shot_bytes)
         reducer = open_all_reduce(config, ranks, backend)
         measure(options, ranks, backend, reducer)
         reducer.close()

@@ -18,12 +18,11 @@ import numpy as np
 from cgplan.config import validate_config
 from cgplan.errors import BudgetError, CgplanError
 from cgplan.modes import CUDAGraphMode
-from cgplan.optimizer.boxes import propose_boxes
-from cgplan.optimizer.cover import Purse, best_columns
+from cgplan.optimizer.boxes import Purse, best_columns, propose_boxes
 from cgplan.optimizer.evidence import Evidence
 from cgplan.optimizer.propose import PlanInputs, plan_graphs
 from cgplan.planning import CudagraphDispatcher, build_plan
-from cgplan.pricing.costs import GraphCosts
+from cgplan.pricing import GraphCosts
 from cgplan.traffic.histogram import SizeCounts, StepShape, Traffic
 from cgplan.traffic.step_times import StepTimes
 

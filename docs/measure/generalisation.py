@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from cgplan.cli.main import app
 from cgplan.config import validate_config
-from cgplan.optimizer.lanes import step_clock
+from cgplan.optimizer.problem import step_clock
 from cgplan.planning import build_plan
 from cgplan.reports import load_plan
 from cgplan.traffic.files import read_traffic

@@ -19,7 +19,7 @@ from cgplan.backends import select_backend
 from cgplan.backends.context import forward_context
 from cgplan.buffers.static import StaticBuffers
 from cgplan.config import read_config
-from cgplan.measure.baselines import used_bytes
+from cgplan.measure.bench import used_bytes
 from cgplan.models.loading import load_model
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning import build_plan

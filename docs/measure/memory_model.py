@@ -21,12 +21,10 @@ from cgplan.backends import select_backend
 from cgplan.backends.context import forward_context
 from cgplan.buffers.static import example_batch
 from cgplan.config import read_config
-from cgplan.measure.calibrate import calibrate
-from cgplan.measure.estimate import estimate
+from cgplan.measure.costs import calibrate, estimate
 from cgplan.models.loading import load_model
 from cgplan.planning import build_plan
-from cgplan.pricing.allocator import Allocation, CachingPool
-from cgplan.pricing.costs import representative_keys
+from cgplan.pricing import Allocation, CachingPool, representative_keys
 from cgplan.runner.session import CaptureSession
 
 MIB = 1 << 20

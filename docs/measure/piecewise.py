@@ -19,7 +19,7 @@ from cgplan.buffers.static import example_batch
 from cgplan.config import read_config
 from cgplan.models.loading import load_model
 from cgplan.modes import CUDAGraphMode
-from cgplan.piecewise.eager_piece import EagerPiece
+from cgplan.piecewise.breakable import EagerPiece
 from cgplan.planning import build_plan
 from cgplan.runner.session import CaptureSession
 

@@ -18,10 +18,10 @@ import numpy as np
 from cgplan.config import validate_config
 from cgplan.modes import CUDAGraphMode
 from cgplan.optimizer.evidence import Evidence
-from cgplan.optimizer.lanes import step_clock
+from cgplan.optimizer.problem import step_clock
 from cgplan.optimizer.propose import PlanInputs, plan_graphs
 from cgplan.planning import LADDERS, build_plan
-from cgplan.pricing.costs import GraphCosts, MeasuredKey
+from cgplan.pricing import GraphCosts, MeasuredKey
 from cgplan.reports import load_report
 from cgplan.traffic.files import read_traffic, synthetic_requests
 from cgplan.traffic.histogram import StepShape, Traffic

@@ -41,7 +41,7 @@ import cgplan
 from cgplan.backends import select_backend
 from cgplan.buffers.compare import deviation
 from cgplan.buffers.static import example_batch
-from cgplan.measure.baselines import Baseline, BenchBatch, Comparison, bare, eager, reduce_overhead, used_bytes
+from cgplan.measure.bench import Baseline, BenchBatch, Comparison, bare, eager, reduce_overhead, used_bytes
 from cgplan.modes import BatchDescriptor
 from cgplan.reports.html import Page, Section, chart, html_of, table_of
 from cgplan.runner import auto

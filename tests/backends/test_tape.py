@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from cgplan.backends import GraphBackend
-from cgplan.backends.tape import TapeBackend
-from cgplan.backends.tape_recorder import ALIGNMENT, TapePool
+from cgplan.backends.tape import ALIGNMENT, TapeBackend, TapePool
 from cgplan.errors import CaptureError, HostSyncError
 
 pytestmark = pytest.mark.usefixtures("quiet_collector")

@@ -17,7 +17,7 @@ import cgplan
 from cgplan import GraphRunner
 from cgplan.backends import GraphBackend, select_backend
 from cgplan.backends.graph_nodes import GraphNodes, Launch
-from cgplan.backends.tape_recorder import TapePool
+from cgplan.backends.tape import TapePool
 from cgplan.captures.audit import Pointer, ReadGraph, launch_of
 from cgplan.errors import AuditError, CgplanError
 from cgplan.reports import AuditReport, load_report

@@ -26,7 +26,7 @@ from cgplan.backends.tape import TapeBackend
 from cgplan.captures.captured_keys import NO_GRAPH, fitting
 from cgplan.config import Config, validate_config
 from cgplan.errors import CaptureError, CaptureMemoryError, DispatchMissError, HostSyncError
-from cgplan.graphs.pools import GraphPool
+from cgplan.graphs.wrapper import GraphPool
 from cgplan.modes import CUDAGraphMode
 from cgplan.optimizer.subset import restricted
 from cgplan.planning import MissReason, Plan, build_plan

@@ -21,7 +21,7 @@ from cgplan.backends import GraphBackend, select_backend
 from cgplan.backends.tape import TapeBackend
 from cgplan.config import validate_config
 from cgplan.errors import BackendError, CaptureError, NumbersError
-from cgplan.graphs.pools import GraphPool
+from cgplan.graphs.wrapper import GraphPool
 from cgplan.planning import build_plan
 from cgplan.runner.runner import GraphRunner
 from cgplan.runner.session import CaptureSession

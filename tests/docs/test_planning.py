@@ -9,8 +9,7 @@ import pytest
 from pages import PAGES
 
 from cgplan.optimizer.decisions import MODES
-from cgplan.traffic.files import FORMS, REQUESTS, SHAREGPT, VLLM_LOG, RequestForm
-from cgplan.traffic.rows import Form
+from cgplan.traffic.files import FORMS, REQUESTS, SHAREGPT, VLLM_LOG, Form, RequestForm
 from cgplan.traffic.step_times import MEASURED, TIMELESS, StepForm
 
 TEXT = PAGES["planning"].read_text(encoding="utf-8")

@@ -20,8 +20,7 @@ from cgplan.backends import GraphBackend, select_backend
 from cgplan.backends.tape import TapeBackend
 from cgplan.config import load_config
 from cgplan.models.loading import load_model
-from cgplan.piecewise.breakable import BreakableCUDAGraphWrapper
-from cgplan.piecewise.breaks import eager_break_during_capture
+from cgplan.piecewise.breakable import BreakableCUDAGraphWrapper, eager_break_during_capture
 from cgplan.reports.records import SplitRecord
 from cgplan.runner.session import CaptureSession
 

@@ -12,8 +12,7 @@ from pieces import open_runner
 import cgplan
 from cgplan.backends import GraphBackend, select_backend
 from cgplan.backends.tape import TapeBackend
-from cgplan.measure.bench import floor_of
-from cgplan.measure.doctor import check_up
+from cgplan.measure.bench import check_up, floor_of
 from cgplan.reports import render_text
 from cgplan.reports.records import DoctorReport, FloorRecord
 

@@ -13,10 +13,10 @@ from plans import propose_boxes
 from cgplan.config import Config
 from cgplan.errors import BudgetError, PlanError
 from cgplan.modes import BatchDescriptor, CUDAGraphMode, Key
-from cgplan.optimizer.cover import Purse, best_columns
+from cgplan.optimizer.boxes import Purse, best_columns
 from cgplan.optimizer.evidence import Evidence
 from cgplan.planning import Plan, build_plan, config_hash
-from cgplan.pricing.costs import GraphCosts
+from cgplan.pricing import GraphCosts
 from cgplan.reports import render_text
 from cgplan.traffic.histogram import SizeCounts
 from cgplan.traffic.step_times import StepSurface

@@ -9,8 +9,8 @@ import plans
 import pytest
 
 from cgplan.modes import CUDAGraphMode
-from cgplan.optimizer.lanes import Run
 from cgplan.optimizer.lint import lint, lint_without_traffic
+from cgplan.optimizer.problem import Run
 from cgplan.planning import LADDERS, Plan
 from cgplan.traffic.histogram import StepShape, Traffic
 from cgplan.traffic.step_times import StepTimes

@@ -21,12 +21,11 @@ from cgplan.config import Config
 from cgplan.errors import BudgetError
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
 from cgplan.optimizer.evidence import Evidence, LadderPoint
-from cgplan.optimizer.lanes import EAGER, Run, step_clock
 from cgplan.optimizer.lint import lint
+from cgplan.optimizer.problem import EAGER, Run, step_clock
 from cgplan.planning import LADDERS, CudagraphDispatcher, Plan, build_plan, config_hash
-from cgplan.planning.difference import PlanDifference, compare
-from cgplan.planning.plan import Lane
-from cgplan.pricing.costs import GraphCosts
+from cgplan.planning.plan import Lane, PlanDifference, compare
+from cgplan.pricing import GraphCosts
 from cgplan.reports import render_text
 from cgplan.reports.layout import plain_text
 from cgplan.reports.plan_tables import render_difference

@@ -19,13 +19,20 @@ from plans import Costs, lists_of, plan_of, propose
 from cgplan.config import BudgetConfig, Config
 from cgplan.errors import BudgetError
 from cgplan.modes import CUDAGraphMode, Key
-from cgplan.optimizer.lanes import Run, keys_of, largest_of, stride_of
 from cgplan.optimizer.paths import best_paths
-from cgplan.optimizer.problem import Chosen, Problem, problem_of
+from cgplan.optimizer.problem import (
+    Chosen,
+    Problem,
+    Run,
+    keys_of,
+    largest_of,
+    problem_of,
+    stride_of,
+)
 from cgplan.optimizer.search import Limits, Search, best_plan
 from cgplan.planning import Plan, build_plan
 from cgplan.planning.plan import Lane, lanes_of
-from cgplan.pricing.costs import GraphCosts
+from cgplan.pricing import GraphCosts
 from cgplan.traffic.histogram import StepShape, Traffic
 from cgplan.traffic.step_times import StepTimes
 

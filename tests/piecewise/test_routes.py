@@ -27,8 +27,8 @@ from cgplan import (
 )
 from cgplan.backends import GraphBackend
 from cgplan.config import Config, validate_config
-from cgplan.measure.doctor import describe_split
-from cgplan.piecewise.backend import PiecewiseBackend
+from cgplan.measure.bench import describe_split
+from cgplan.piecewise.trace import PiecewiseBackend
 
 PIECEWISE = CUDAGraphMode.PIECEWISE
 MIB = 1 << 20

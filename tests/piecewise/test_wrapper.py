@@ -34,7 +34,7 @@ from cgplan import (
 )
 from cgplan.backends import GraphBackend
 from cgplan.config import validate_config
-from cgplan.piecewise.breaks import Breaks
+from cgplan.piecewise.breakable import Breaks
 
 pytestmark = pytest.mark.usefixtures("quiet_collector")
 

@@ -12,7 +12,7 @@ from plans import plan_of
 
 from cgplan.errors import ConfigError
 from cgplan.modes import RUNTIME_MODES, AttentionSupport, BatchDescriptor, CUDAGraphMode
-from cgplan.optimizer.lanes import Run
+from cgplan.optimizer.problem import Run
 from cgplan.planning import CudagraphDispatcher, build_plan
 from cgplan.planning.engines import emit, read_vllm
 from cgplan.reports import render_text

@@ -1,21 +1,37 @@
-"""The plan: lanes, capture order, predictions, the JSON form and the digest."""
+"""The plan: lanes, capture order, predictions, the JSON form and the digest. From a configuration to its plan: the mode, ladders, capture sizes, warnings. For keys see test_conformance. What changes from one plan to another, and whether a saved plan is for what is there now."""
 
 from __future__ import annotations
 
-from typing import Any
+from itertools import pairwise
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given, settings
 from plans import key, plan_of, plan_with, plans
 
-from cgplan.config import Config
-from cgplan.errors import ReportError
+from cgplan.config import Config, validate_config
+from cgplan.config.schema import LadderName
+from cgplan.errors import ConfigError, ModeError, PlanError, PlanMismatchError, ReportError
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
-from cgplan.planning import Plan, build_plan, config_hash
-from cgplan.planning.plan import KeyCost, Lane, Machine, Predicted, capture_order
-
-PIECEWISE, FULL = CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
-
+from cgplan.planning import LADDERS, Plan, build_plan, config_hash
+from cgplan.planning.engines import read_vllm
+from cgplan.planning.plan import (
+    CaptureSizes,
+    FieldChange,
+    Figure,
+    KeyCost,
+    Lane,
+    Machine,
+    Predicted,
+    attention_is_split,
+    capture_order,
+    compare,
+    fitted,
+    mismatches,
+    resolve_mode,
+    resolve_sizes,
+    unused_settings,
+)
 
 # --- lanes ----------------------------------------------------------------------------------------------------
 
@@ -144,3 +160,532 @@ def test_the_hash_follows_the_settings_that_a_capture_depends_on() -> None:
     assert config_hash(config) == config_hash(Config())
     assert build_plan(config).config == build_plan(Config()).config
     assert not {"report", "budget", "traffic"} & set(build_plan(config).config or {})
+
+
+NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
+FULL_DECODE_ONLY, FULL_AND_PIECEWISE = (
+    CUDAGraphMode.FULL_DECODE_ONLY,
+    CUDAGraphMode.FULL_AND_PIECEWISE,
+)
+NOT_ATTENTION = ["my::norm"]  # segments are split, but attention stands inside them
+
+
+# --- the mode -------------------------------------------------------------------------------------------------
+
+
+def with_mode(
+    mode: CUDAGraphMode,
+    support: str = "ALWAYS",
+    splitting_ops: list[str] | None = None,
+    spec: int = 0,
+) -> Config:
+    compilation = {
+        "cudagraph_mode": mode,
+        "attention_support": support,
+        "splitting_ops": splitting_ops,
+    }
+    return Config.model_validate(
+        {
+            "compilation": compilation,
+            "speculative": {"num_speculative_tokens": spec},
+            "scheduler": {"max_num_seqs": 8},
+        }
+    )
+
+
+# (asked for, attention support, splitting_ops, draft tokens) -> mode; "error" where nothing can be captured
+# fmt: off
+TABLE: list[tuple[CUDAGraphMode, str, list[str] | None, int, CUDAGraphMode | str]] = [
+    # attention that can always be captured: every mode stays
+    (NONE, "ALWAYS", None, 0, NONE),
+    (PIECEWISE, "ALWAYS", None, 0, PIECEWISE),
+    (FULL, "ALWAYS", None, 0, FULL),
+    (FULL, "ALWAYS", NOT_ATTENTION, 2, FULL),
+    (FULL_DECODE_ONLY, "ALWAYS", None, 2, FULL_DECODE_ONLY),
+    (FULL_AND_PIECEWISE, "ALWAYS", None, 2, FULL_AND_PIECEWISE),
+    # mixed batches cannot be FULL
+    (FULL, "UNIFORM_BATCH", None, 0, FULL_AND_PIECEWISE),
+    (FULL, "UNIFORM_BATCH", ["my::attention"], 0, FULL_AND_PIECEWISE),
+    (FULL, "UNIFORM_BATCH", NOT_ATTENTION, 0, FULL_DECODE_ONLY),
+    (FULL, "UNIFORM_BATCH", [], 0, FULL_DECODE_ONLY),
+    # ... and an error where attention can never be captured
+    (FULL, "NEVER", None, 0, "PIECEWISE or NONE"),
+    (FULL, "NEVER", [], 0, "Choose NONE"),
+    (FULL_AND_PIECEWISE, "NEVER", [], 0, "Choose NONE"),  # FULL by then: nothing to split at
+    # decode cannot be FULL
+    (FULL_DECODE_ONLY, "NEVER", None, 0, PIECEWISE),
+    (FULL_DECODE_ONLY, "NEVER", [], 0, NONE),
+    (FULL_AND_PIECEWISE, "NEVER", None, 0, PIECEWISE),
+    # decode of several tokens below UNIFORM_BATCH
+    (FULL, "UNIFORM_SINGLE_TOKEN_DECODE", None, 2, PIECEWISE),
+    (FULL_DECODE_ONLY, "UNIFORM_SINGLE_TOKEN_DECODE", None, 2, PIECEWISE),
+    (FULL_DECODE_ONLY, "UNIFORM_SINGLE_TOKEN_DECODE", NOT_ATTENTION, 2, NONE),
+    (FULL_DECODE_ONLY, "UNIFORM_BATCH", None, 2, FULL_DECODE_ONLY),
+    (FULL_AND_PIECEWISE, "UNIFORM_SINGLE_TOKEN_DECODE", None, 2, PIECEWISE),
+    (FULL_AND_PIECEWISE, "UNIFORM_BATCH", None, 2, FULL_AND_PIECEWISE),
+    # nothing to split at
+    (PIECEWISE, "ALWAYS", [], 0, NONE),
+    (FULL_AND_PIECEWISE, "ALWAYS", [], 0, FULL),
+    (FULL_AND_PIECEWISE, "UNIFORM_BATCH", [], 2, FULL_DECODE_ONLY),
+    (PIECEWISE, "ALWAYS", NOT_ATTENTION, 0, PIECEWISE),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("mode", "support", "ops", "spec", "expected"), TABLE)
+def test_resolution_table(
+    mode: CUDAGraphMode,
+    support: str,
+    ops: list[str] | None,
+    spec: int,
+    expected: CUDAGraphMode | str,
+) -> None:
+    asked = with_mode(mode, support, ops, spec)
+    if isinstance(expected, str):
+        with pytest.raises(ModeError, match="NEVER") as caught:
+            resolve_mode(asked)
+        assert expected in caught.value.remedy
+        return
+    found, changes = resolve_mode(asked)
+    assert found is expected
+    assert bool(changes) == (found is not mode), "each change is recorded, and nothing else"
+    if changes:
+        assert (changes[0].requested, changes[-1].resolved) == (mode, found)
+        assert all(a.resolved is b.requested for a, b in pairwise(changes))
+        assert all(change.requested is not change.resolved for change in changes)
+
+
+def test_reasons_are_recorded_in_the_plan() -> None:
+    plan = build_plan(with_mode(FULL, "UNIFORM_SINGLE_TOKEN_DECODE", [], 1))
+    assert plan.requested_mode is FULL
+    assert plan.changes[-1].resolved is plan.mode
+    assert [change.reason for change in plan.changes] == [
+        "attention_support is UNIFORM_SINGLE_TOKEN_DECODE: mixed batches cannot run as FULL graphs",
+        "attention_support is UNIFORM_SINGLE_TOKEN_DECODE, but speculative decoding has 2 tokens a request",
+    ]
+
+
+def test_operators_of_attention_are_known_by_name() -> None:
+    assert attention_is_split(None)
+    assert attention_is_split(("vllm::unified_attention_with_output",))
+    assert attention_is_split(("my::norm", "torch_attn::_varlen_attn"))
+    assert not attention_is_split(())
+    assert not attention_is_split(tuple(NOT_ATTENTION))
+
+
+# --- ladders --------------------------------------------------------------------------------------------------
+
+# fmt: off
+LITERAL = [
+    ("vllm", 3, [1, 2]),
+    ("vllm", 30, [1, 2, 4, 8, 16, 24]),
+    ("vllm", 300, [1, 2, 4, *range(8, 249, 8), 256, 272, 288]),
+    ("vllm", 512, [1, 2, 4, *range(8, 249, 8), *range(256, 513, 16)]),
+    ("sglang", 3, [1, 2, 3]),
+    ("sglang", 13, [1, 2, 4, 8, 12, 13]),
+    ("sglang", 40, [1, 2, 4, 8, 12, 16, 24, 32, 40]),
+    ("sglang", 300, [1, 2, 4, 8, 12, *range(16, 257, 8), 272, 288, 300]),
+    ("sglang", 600, [1, 2, 4, 8, 12, *range(16, 257, 8), *range(272, 497, 16), 512, 544, 576, 600]),
+    ("trtllm", 6, [1, 2, 4, 6]),
+    ("trtllm", 129, [1, 2, 4, *range(8, 129, 8), 129]),
+    ("trtllm", 300, [1, 2, 4, *range(8, 129, 8), 192, 256, 300]),
+    ("trtllm", 512, [1, 2, 4, *range(8, 129, 8), *range(192, 513, 64)]),
+    ("powers_of_two", 100, [1, 2, 4, 8, 16, 32, 64, 100]),
+]
+# fmt: on
+
+
+def test_a_configuration_may_name_each_ladder() -> None:
+    assert set(get_args(LadderName)) == set(LADDERS) == {name for name, *_ in LITERAL}
+
+
+@pytest.mark.parametrize(("name", "maximum", "expected"), LITERAL)
+def test_ladders_literally(name: str, maximum: int, expected: list[int]) -> None:
+    assert list(LADDERS[name](maximum)) == expected
+
+
+# --- capture sizes --------------------------------------------------------------------------------------------
+
+
+def config_of(q: int = 1, seqs: int = 256, tokens: int = 8192, **compilation: Any) -> Config:
+    return Config.model_validate(
+        {
+            "compilation": compilation,
+            "scheduler": {"max_num_seqs": seqs, "max_num_batched_tokens": tokens},
+            "speculative": {"num_speculative_tokens": q - 1},
+        }
+    )
+
+
+def resolved(mode: str = "FULL", **given: Any) -> CaptureSizes:
+    return resolve_sizes(config_of(**given), CUDAGraphMode[mode])
+
+
+@pytest.mark.parametrize(
+    ("given", "sizes"),
+    [
+        # listed sizes are sorted and unique
+        ({"cudagraph_capture_sizes": [16, 1, 4, 4, 1]}, [1, 4, 16]),
+        ({"mode": "NONE", "cudagraph_capture_sizes": [1, 2]}, []),
+        # vLLM's ladder up to twice the requests, with max_num_seqs and max_num_batched_tokens where they fit
+        ({"seqs": 10}, [1, 2, 4, 8, 10, 16]),
+        ({"seqs": 16}, [1, 2, 4, 8, 16, 24, 32]),
+        ({"tokens": 100}, [1, 2, 4, *range(8, 97, 8), 100]),
+        ({"seqs": 10, "max_cudagraph_capture_size": 16}, [1, 2, 4, 8, 16]),
+        # whole requests
+        ({"q": 3, "seqs": 4}, [3, 6, 9, 12, 18, 24]),
+        ({"q": 4, "cudagraph_capture_sizes": [5]}, [4]),
+        # other ladders reach the maximum
+        ({"seqs": 50, "cudagraph_capture_sizes": "powers_of_two"}, [1, 2, 4, 8, 16, 32, 64, 100]),
+        (
+            {"cudagraph_capture_sizes": "sglang", "max_cudagraph_capture_size": 13},
+            [1, 2, 4, 8, 12, 13],
+        ),
+        ({"q": 4, "seqs": 8, "cudagraph_capture_sizes": "powers_of_two"}, [4, 8, 16, 32, 64]),
+    ],
+)
+def test_sizes(given: dict[str, Any], sizes: list[int]) -> None:
+    found = resolved(**given)
+    assert list(found.sizes) == sizes
+
+
+@pytest.mark.parametrize(
+    ("given", "largest", "warning"),
+    [
+        ({"seqs": 8, "max_cudagraph_capture_size": 24}, 24, None),
+        (
+            {"seqs": 8, "max_cudagraph_capture_size": 20},
+            16,
+            "max_cudagraph_capture_size 20 is truncated to 16: the ladder ends at 16",
+        ),
+        (
+            {"tokens": 64, "max_cudagraph_capture_size": 512},
+            64,
+            "max_cudagraph_capture_size 512 is truncated to 64: max_num_batched_tokens is 64",
+        ),
+        ({"seqs": 1000}, 512, None),
+        (
+            {"tokens": 100, "cudagraph_capture_sizes": [8, 128, 256, 100]},
+            100,
+            "capture sizes 128, 256 are dropped: max_num_batched_tokens is 100",
+        ),
+    ],
+)
+def test_sizes_that_do_not_fit_are_left_out_with_a_warning(
+    given: Any, largest: int, warning: str | None
+) -> None:
+    plan = build_plan(config_of(**given))
+    assert plan.max_capture_size == largest
+    assert plan.warnings == (() if warning is None else (warning,))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"tokens": 4, "cudagraph_capture_sizes": [8, 16]}, "8, 16"),
+        (
+            {"q": 8, "cudagraph_capture_sizes": "trtllm", "max_cudagraph_capture_size": 4},
+            "ladder trtllm",
+        ),
+        ({"q": 3, "cudagraph_capture_sizes": [1, 2]}, "multiples of 3"),
+    ],
+)
+def test_no_size_left_is_an_error_that_says_what_to_raise(
+    given: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(PlanError, match="no capture size is left") as caught:
+        resolved(**given)
+    assert words in caught.value.message
+    assert "max_num_batched_tokens" in caught.value.remedy
+
+
+# --- warnings -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("piecewise", "unused"),
+    [("auto", []), ("modules", []), ("ops", ["modules"]), ("wrappers", ["ops", "modules"])],
+)
+def test_splits_that_nothing_looks_at_are_pointed_out(piecewise: str, unused: list[str]) -> None:
+    split = {
+        "piecewise": piecewise,
+        "splitting_ops": ["aten::softmax"],
+        "splitting_modules": ["attend"],
+    }
+    warnings = plan_of("PIECEWISE", [1, 4], **split).warnings
+    assert [warning.partition(" are not looked at")[0] for warning in warnings] == [
+        f"compilation.splitting_{kind}" for kind in unused
+    ]
+    for kind in unused:
+        assert not plan_of("PIECEWISE", [1, 4], **{**split, f"splitting_{kind}": []}).warnings[1:]
+    assert not plan_of("FULL", [1, 4], **split).warnings
+    assert not plan_of("PIECEWISE", [1, 4], splitting_ops=["aten::softmax"]).warnings
+
+
+def test_listed_sizes_without_a_graph_are_pointed_out() -> None:
+    plan = plan_of("FULL_DECODE_ONLY", [2, 4, 16], seqs=4)
+    assert [descriptor.num_tokens for _, descriptor in plan.keys] == [4, 2]
+    assert plan.warnings == (
+        "capture sizes 16 have no graph: a decode batch has at most 4 requests, 1 token each",
+    )
+    assert not plan_of("FULL", [2, 4, 16], seqs=4).warnings
+
+
+def of_dims(sizes: dict[str, int], **compilation: Any) -> Config:
+    dims = {name: {"max": 999, "sizes": list(range(1, n + 1))} for name, n in sizes.items()}
+    shape = {"shape": list(dims), "dtype": "float32", "pad": 0}
+    return validate_config(
+        {
+            "model": {"output_shapes": [["a"]]},
+            "dims": dims,
+            "inputs": {"x": shape},
+            "compilation": compilation,
+        }
+    )
+
+
+def test_a_grid_of_too_many_boxes_is_refused_before_it_is_made() -> None:
+    with pytest.raises(ConfigError, match="c has 41 sizes: a x b x c span 10,250 boxes") as caught:
+        build_plan(of_dims({"a": 10, "b": 25, "c": 41}))
+    assert "10,000 are allowed" in caught.value.message
+    assert "dims.c.sizes" in caught.value.remedy
+    assert len(build_plan(of_dims({"a": 10, "b": 25, "c": 40})).keys) == 10_000
+
+
+def test_boxes_that_span_too_large_a_grid_are_refused() -> None:
+    """A dispatcher has an answer for each combination of their sizes."""
+    sizes = {"a": 50, "b": 50, "c": 50}
+    with pytest.raises(ConfigError, match="a has 50 sizes: a x b x c span 125,000 boxes") as caught:
+        build_plan(of_dims(sizes, boxes=[[n, n, n] for n in range(1, 51)]))
+    assert "share sizes" in caught.value.remedy
+    assert len(build_plan(of_dims(sizes, boxes=[[n, n, n] for n in range(1, 41)])).keys) == 40
+
+
+H200 = Machine(gpu="NVIDIA H200", driver="580.1", torch="2.13.0")
+
+
+def config_with(**sections: Any) -> Config:
+    return Config.model_validate(sections)
+
+
+def priced(
+    plan: Plan, each: int, expected_us: float, source: str = "captures", traffic: str = "a.csv"
+) -> Plan:
+    keys = tuple(KeyCost(each, 0, 0.5) for _ in plan.keys)
+    cost = Predicted(keys=keys, static_bytes=100, workspace_bytes=0, source=source, estimated=False)
+    evidence = {"expected_us": {"plan": expected_us}, "traffic_source": traffic}
+    return plan.model_copy(update={"predicted": cost, "evidence": evidence})
+
+
+# --- two plans ------------------------------------------------------------------------------------------------
+
+
+def test_sizes_are_compared_lane_by_lane() -> None:
+    old = plan_with([key(FULL, 4, uniform=True), key(FULL, 2, uniform=True), key(PIECEWISE, 8)])
+    new = plan_with(
+        [key(FULL, 4, uniform=True), key(FULL, 3, uniform=True), key(FULL, 3, uniform=True, case=2)]
+    )
+    found = {
+        change.lane: (change.added, change.removed, change.kept)
+        for change in compare(old, new).lanes
+    }
+    assert found == {
+        Lane(FULL, True, 0): ((3,), (2,), (4,)),
+        Lane(FULL, True, 2): ((3,), (), ()),
+        Lane(PIECEWISE, False, 0): ((), (8,), ()),
+    }
+    assert compare(old, new).graphs == Figure(old=3, new=3)
+    assert compare(old, old).changed_lanes == compare(old, old).settings == ()
+
+
+def test_figures_come_from_predictions_and_evidence() -> None:
+    old, new = (
+        priced(plan_of("FULL", [1, 2, 4]), 1000, 1700.0),
+        priced(plan_of("FULL", [1, 4]), 1000, 1650.0),
+    )
+    found = compare(old, new)
+    assert found.memory == Figure(old=3100, new=2100)
+    assert found.seconds == Figure(old=1.5, new=1.0)
+    assert found.expected_us.change == -50.0
+    assert found.notes == ()
+    absent = compare(plan_of("FULL", [1]), new)
+    assert (absent.memory.old, absent.memory.new, absent.memory.change) == (None, 2100, None)
+    assert absent.expected_us == Figure(old=None, new=1650.0)
+    assert absent.notes == (
+        "the first plan was not made for traffic, so that it expects no step time",
+        "the first plan was made without --costs, so that its memory and start-up are not known",
+    )
+
+
+def test_figures_that_cannot_be_compared_are_pointed_out() -> None:
+    old = priced(plan_of("FULL", [1]), 10, 5.0)
+    new = priced(plan_of("FULL", [1]), 10, 5.0, source="the allocator's model", traffic="b.csv")
+    assert compare(old, new).notes == (
+        "memory and start-up have other sources: captures before, the allocator's model after",
+        "the expected steps are of different traffic: a.csv before, b.csv after",
+    )
+    few = new.changed(evidence={**(new.evidence or {}), "traffic_weight": 43.0})
+    all_of_them = few.changed(evidence={**(new.evidence or {}), "traffic_weight": 1098})
+    assert compare(few, all_of_them).notes == (
+        "the expected steps count 43 batches before, 1,098 after",
+    )
+
+
+PLAN = plan_of("FULL", [4])
+DRAFTED = read_vllm("{}", num_speculative_tokens=3, speculative_method="eagle").loaded.config
+LIMITED = build_plan(config_with(budget={"memory": "1GiB", "max_graphs": 4}))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "changes"),
+    [
+        (
+            plan_of("FULL", [1, 2], seqs=256),
+            plan_of("FULL", [1, 4], seqs=64, attention_support="UNIFORM_BATCH"),
+            [
+                ("mode", "FULL", "FULL_AND_PIECEWISE"),
+                ("compilation.attention_support", "ALWAYS", "UNIFORM_BATCH"),
+                ("scheduler.max_num_seqs", 256, 64),
+            ],
+        ),
+        (
+            LIMITED,
+            build_plan(config_with(budget={"memory": "2GiB", "capture_time": "5s"})),
+            [
+                ("budget.memory", 1 << 30, 2 << 30),
+                ("budget.capture_time", None, 5.0),
+                ("budget.max_graphs", 4, None),
+            ],
+        ),
+        (
+            PLAN.model_copy(update={"machine": H200}),
+            PLAN.model_copy(update={"machine": H200.model_copy(update={"driver": "590.2"})}),
+            [("driver", "580.1", "590.2")],
+        ),
+        (
+            build_plan(DRAFTED),
+            build_plan(
+                DRAFTED.with_values("speculative", method="ngram", accepted_tokens=2.1)
+                .with_values("compilation", key_rules="vllm_v1")
+                .with_values("scheduler", mixed_batches=False)
+            ),
+            [
+                ("compilation.key_rules", "vllm_v2", "vllm_v1"),
+                ("scheduler.mixed_batches", True, False),
+                ("speculative.method", "eagle", "ngram"),
+                ("speculative.accepted_tokens", None, 2.1),
+            ],
+        ),
+        (
+            PLAN.changed(evidence={"objective": "mean", "insurance": 0.1, "slo": []}),
+            PLAN.changed(evidence={"objective": "robust", "insurance": 0.1, "slo": []}),
+            [("objective", "mean", "robust")],
+        ),
+    ],
+)
+def test_settings_that_differ_are_named(
+    old: Plan, new: Plan, changes: list[tuple[str, Any, Any]]
+) -> None:
+    assert [
+        (change.name, change.old, change.new) for change in compare(old, new).settings
+    ] == changes
+
+
+# --- a plan and what it is captured for -----------------------------------------------------------------------
+
+
+def test_a_plan_fits_its_own_configuration_on_any_machine_but_with_measured_figures() -> None:
+    config, other = (
+        config_with(scheduler={"max_num_seqs": 8}),
+        Machine(gpu="NVIDIA L4", driver="1", torch="2"),
+    )
+    plan = build_plan(config)
+    assert fitted(plan, config, H200) == plan
+    measured = plan.model_copy(update={"machine": H200})
+    assert [change.name for change in mismatches(measured, config, other)] == [
+        "gpu",
+        "driver",
+        "torch",
+    ]
+    assert mismatches(measured, config) == ()
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"compilation": {"cudagraph_capture_sizes": [1, 2, 3], "cudagraph_mode": "PIECEWISE"}},
+        {"compilation": {"max_cudagraph_capture_size": 8}},
+        {"report": {"repeats": 3}, "budget": {"max_graphs": 3}, "device": "cpu"},
+    ],
+)
+def test_what_the_plan_decides_does_not_matter(sections: dict[str, Any]) -> None:
+    plan, config = build_plan(Config()), config_with(**sections)
+    found = fitted(plan, config)
+    assert found.keys == plan.keys
+    assert found.mode is plan.mode
+    assert found.config_hash == config_hash(config), "the session compares it"
+    assert found.warnings == ()
+
+
+def test_a_plan_with_graphs_is_refused_where_no_graph_is_wanted() -> None:
+    plan, config = build_plan(Config()), config_with(compilation={"cudagraph_mode": "NONE"})
+    with pytest.raises(
+        PlanMismatchError, match=r"compilation\.cudagraph_mode: FULL in the plan, NONE now"
+    ):
+        fitted(plan, config)
+    assert fitted(plan, config, force=True).keys == plan.keys
+    none = build_plan(config)
+    assert fitted(none, config) == none
+
+
+def test_settings_that_the_plan_overrules_are_named() -> None:
+    plan = build_plan(Config())
+    config = config_with(compilation={"cudagraph_capture_sizes": [1, 2], "outputs": "clone"})
+    assert unused_settings(plan, config) == (
+        FieldChange(name="compilation.cudagraph_capture_sizes", old=None, new=[1, 2]),
+    )
+    assert unused_settings(plan, Config()) == ()
+
+
+def test_each_field_that_differs_is_named_with_both_values() -> None:
+    plan = build_plan(
+        config_with(
+            model={"target": "a.py:build", "kwargs": {"depth": 2}},
+            lora={"max_loras": 2},
+            inputs={"x": {"shape": ["num_tokens", 8], "dtype": "float16", "pad": 0}},
+        )
+    ).model_copy(update={"machine": H200})
+    config = config_with(
+        model={"target": "b.py:build", "kwargs": {"depth": 3}},
+        inputs={"x": {"shape": ["num_tokens", 9], "dtype": "float16", "pad": 0}},
+        scheduler={"max_num_seqs": 8},
+    )
+    with pytest.raises(PlanMismatchError) as caught:
+        fitted(plan, config, Machine(gpu="NVIDIA L4", driver=None, torch="2.13.0"))
+    assert caught.value.message.splitlines() == [
+        "the plan was made for something else",
+        "  - model.target: a.py:build in the plan, b.py:build now",
+        "  - model.kwargs.depth: 2 in the plan, 3 now",
+        '  - inputs.x.shape: ["num_tokens", 8] in the plan, ["num_tokens", 9] now',
+        "  - scheduler.max_num_seqs: 256 in the plan, 8 now",
+        "  - lora.max_loras: 2 in the plan, absent now",
+        "  - lora.rank: 16 in the plan, absent now",
+        "  - lora.specialize_active_lora: false in the plan, absent now",
+        "  - gpu: NVIDIA H200 in the plan, NVIDIA L4 now",
+        "  - driver: 580.1 in the plan, absent now",
+    ]
+    assert "--force" in caught.value.remedy
+    assert "again" in caught.value.remedy
+
+
+def test_force_takes_the_plan_with_a_warning_and_keeps_its_keys() -> None:
+    plan = build_plan(config_with(scheduler={"max_num_seqs": 8}))
+    found = fitted(plan, Config(), force=True)
+    assert found.keys == plan.keys
+    assert found.config_hash == config_hash(Config())
+    assert found.warnings == (
+        "the plan was made for something else and was forced: scheduler.max_num_seqs: 8 in the plan, 256 now",
+    )
+    assert fitted(build_plan(Config()), Config(), force=True).warnings == (), (
+        "nothing had to be forced"
+    )

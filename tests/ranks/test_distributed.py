@@ -12,13 +12,13 @@ from checks import capture, host_sync_of
 from ranks import run_ranks, values
 
 from cgplan.backends import select_backend
-from cgplan.captures.rank_sync import RankSync
+from cgplan.captures.model_graphs import RankSync
 from cgplan.config import DistributedConfig
 from cgplan.distributed import open_ranks
 from cgplan.distributed.all_reduce import AllReduce
-from cgplan.distributed.rendezvous import Place, Presence, check_devices
+from cgplan.distributed.ranks import Place, Presence, check_devices
 from cgplan.errors import BackendError, CgplanError, ConfigError, PlanError, RankMismatchError
-from cgplan.piecewise.breaks import eager_break_during_capture
+from cgplan.piecewise.breakable import eager_break_during_capture
 from cgplan.planning import build_plan, config_hash
 from cgplan.runner.session import CaptureSession
 

@@ -28,7 +28,7 @@ from devices import LimitedTape, Unowned, Watching, WithDriver
 from cgplan.backends import GraphBackend
 from cgplan.backends.tape import TapeBackend
 from cgplan.captures.captured_keys import NO_GRAPH
-from cgplan.cli.costs import costs_of
+from cgplan.cli.plan import costs_of
 from cgplan.config import Config, Input, LoadedConfig, validate_config
 from cgplan.errors import (
     AddressError,

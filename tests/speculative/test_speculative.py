@@ -35,7 +35,7 @@ from cgplan.backends import GraphBackend, select_backend
 from cgplan.backends.tape import TapeBackend
 from cgplan.config import Config
 from cgplan.errors import CgplanError, ConfigError, DispatchMissError, InputError, ModelError
-from cgplan.graphs.pools import GraphPool
+from cgplan.graphs.wrapper import GraphPool
 from cgplan.modes import CUDAGraphMode
 
 pytestmark = pytest.mark.usefixtures("quiet_collector")

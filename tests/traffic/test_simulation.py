@@ -13,7 +13,7 @@ from plans import plan_of, plans, plans_with_lanes
 
 from cgplan.errors import TrafficError
 from cgplan.modes import CUDAGraphMode
-from cgplan.optimizer.lanes import step_clock
+from cgplan.optimizer.problem import step_clock
 from cgplan.planning import CudagraphDispatcher, Plan
 from cgplan.traffic.histogram import Percentiles, StepShape
 from cgplan.traffic.simulation import (

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import cgplan
 from cgplan import Input
-from cgplan.buffers.pinned import StagingBlocks
+from cgplan.buffers.copy_kernel import StagingBlocks
 from cgplan.errors import CgplanError
 
 pytestmark = pytest.mark.usefixtures("quiet_collector")

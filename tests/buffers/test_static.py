@@ -21,10 +21,8 @@ import cgplan
 from cgplan import GraphRunner, Input
 from cgplan.backends import GraphBackend
 from cgplan.buffers import copy_kernel
-from cgplan.buffers.copier import BatchCopy, Copier
-from cgplan.buffers.copy_kernel import CopyKernel, KernelCopier
-from cgplan.buffers.pinned import StagingBlocks
-from cgplan.buffers.static import StaticBuffers
+from cgplan.buffers.copy_kernel import CopyKernel, KernelCopier, StagingBlocks
+from cgplan.buffers.static import BatchCopy, Copier, StaticBuffers
 from cgplan.errors import BackendError, InputError
 from cgplan.planning import MissReason
 

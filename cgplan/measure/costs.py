@@ -1,11 +1,19 @@
-"""Costs of graphs without a GPU, from fake tensors."""
+"""Costs of graphs: measured on the device, or estimated without a GPU from fake tensors.
+
+Note [Chunks]
+    The driver takes memory in chunks. Between readings ``n`` nodes and ``b`` bytes apart a node
+    takes ``(b - chunk) / n`` to ``(b + chunk) / n`` bytes. Those before the first chunk do not
+    count: freed graphs leave room.
+"""
 
 import itertools
+import math
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import combinations, pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,10 +23,10 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-from cgplan.backends import select_backend
+from cgplan.backends import GraphBackend, select_backend
 from cgplan.backends.backend import gc_paused
 from cgplan.backends.blame import blamed_line
-from cgplan.backends.context import forward_context
+from cgplan.backends.context import CaptureScope, forward_context, replaced
 from cgplan.backends.host_sync import (
     ALLOCATIONS,
     Args,
@@ -33,19 +41,28 @@ from cgplan.backends.host_sync import (
     storages_of,
     tensors_in,
 )
-from cgplan.backends.replacing import replaced
 from cgplan.buffers.static import example_batch
-from cgplan.captures.failures import explain_eager_failure, raise_caused
+from cgplan.captures.capturer import Capturer
+from cgplan.captures.failures import drop_locals, explain_eager_failure, raise_caused
+from cgplan.captures.model_graphs import ModelGraphs
 from cgplan.config import Config
 from cgplan.errors import CaptureError
-from cgplan.graphs.wrapper import CUDAGraphWrapper
+from cgplan.graphs.wrapper import CUDAGraphEntry, CUDAGraphWrapper
 from cgplan.modes import CUDAGraphMode, Key
+from cgplan.optimizer.subset import restricted
 from cgplan.piecewise.breakable import standing_in
 from cgplan.piecewise.routes import SplitRoute, choose_route
 from cgplan.planning import Plan
-from cgplan.pricing.allocator import Allocation
-from cgplan.pricing.costs import GraphCosts, representative_keys
-from cgplan.pricing.estimated import Recording, estimated_costs
+from cgplan.pricing import (
+    NODE_BYTES,
+    Allocation,
+    GraphCosts,
+    MeasuredKey,
+    Recording,
+    estimated_costs,
+    representative_keys,
+)
+from cgplan.reports import GraphRecord
 
 _NEEDS_VALUES = (
     fake_tensor.DataDependentOutputException,
@@ -275,3 +292,151 @@ def _recorded(
         tuple(log.events),
         log.hidden,
     )
+
+
+FEWEST_CHUNKS = 4
+FEWEST_CAPTURES = 16
+MOST_CAPTURES = 48
+
+
+def calibrate(
+    config: Config, model: Callable[..., Any], backend: GraphBackend, plan: Plan
+) -> GraphCosts:
+    """Capture representative keys of a plan, and free them. Raises as CaptureSession.run.
+
+    Each key is captured twice: first captures also trace and load kernels.
+    """
+    keys = representative_keys(plan.keys, plan.max_num_seqs)
+    backend.release_cached()
+    reserved = backend.memory().reserved
+    graphs = ModelGraphs(restricted(plan, keys, config), config, model, backend)
+    capturer = Capturer(graphs)
+    pools: dict[CUDAGraphMode, dict[int, int]] = {mode: {} for mode, _ in keys}
+    records = dict[Key, GraphRecord]()
+    workspace = 0
+    once = 0.0
+    try:
+        graphs.choose_route()
+        with graphs.rehearsing(), backend.session(), torch.no_grad():
+            for key in keys:
+                first = _captured(graphs, capturer, key)
+                graphs.drop_all()
+                if backend.counts_driver_bytes:
+                    taken = backend.memory().reserved - reserved
+                    own = graphs.buffers.nbytes + graphs.copied_bytes
+                    workspace = max(workspace, taken - own)
+                again = _captured(graphs, capturer, key)
+                records[key] = again
+                once += max(first.seconds - again.seconds, 0.0)
+                mode, descriptor = key
+                size = descriptor.elements
+                most = pools[mode].get(size, 0)
+                pools[mode][size] = max(most, graphs.pools.nbytes)
+                graphs.drop_all()
+            rates = _driver_rates(graphs, capturer, keys)
+            graphs.buffers.refill()
+            backend.synchronize()
+    except BaseException as error:
+        drop_locals(error)
+        raise
+    finally:
+        graphs.free()
+    environment = backend.environment(plan.config_hash)
+    measured = [
+        MeasuredKey(
+            mode,
+            descriptor.num_active_loras,
+            descriptor.elements,
+            rates[mode] * (record.nodes or 1),
+            record.seconds,
+        )
+        for (mode, descriptor), record in records.items()
+    ]
+    return GraphCosts(
+        measured,
+        {mode: list(sizes.items()) for mode, sizes in pools.items()},
+        config,
+        source=f"measured on {environment.device}, {environment.date}: {len(keys)} keys, captured "
+        "and freed",
+        workspace_bytes=workspace,
+        once_seconds=once,
+    )
+
+
+def _captured(graphs: ModelGraphs, capturer: Capturer, key: Key) -> GraphRecord:
+    found = capturer.capture(key)
+    if not isinstance(found, GraphRecord):
+        graphs.drop_all()
+        found = capturer.capture(key)
+    assert isinstance(found, GraphRecord), "a second try has a warm-up"
+    return found
+
+
+def _driver_rates(
+    graphs: ModelGraphs,
+    capturer: Capturer,
+    keys: Sequence[Key],
+) -> dict[CUDAGraphMode, float]:
+    """Bytes of a node by mode (of a key if nodes are not counted)."""
+    backend = graphs.backend
+    scope = graphs.scope
+    held = list[CUDAGraphEntry]()
+    rates = {mode: 0.0 for mode, _ in keys}
+    if not backend.counts_driver_bytes:
+        return rates
+    try:
+        # graphs of other modes stay: freed memory would hide the next mode's
+        for mode in rates:
+            of_mode = [key for key in keys if key[0] is mode]
+            key = min(of_mode, key=lambda key: key[1].elements)
+            readings = list[tuple[int, int]]()
+            nodes = nbytes = 0
+            chunks = since = 0
+            while len(readings) < MOST_CAPTURES:
+                if chunks >= FEWEST_CHUNKS and since >= FEWEST_CAPTURES:
+                    break
+                # wrappers capture a key again in another scope
+                graphs.scope = CaptureScope(scope.pool, backend, address_check=scope.address_check)
+                captured = _captured(graphs, capturer, key)
+                held += graphs.scope.entries
+                growth = max(captured.driver_bytes or 0, 0)
+                nodes += captured.nodes or 1
+                nbytes += growth
+                chunks += growth > 0
+                since += nbytes > 0
+                readings.append((nodes, nbytes))
+            rates[mode] = bytes_per_node(readings)
+        return rates
+    finally:
+        graphs.drop_all()
+        for entry in held:
+            for graph in entry.segments:
+                backend.reset(graph)
+        backend.release_cached()
+        graphs.scope = scope
+
+
+def bytes_per_node(readings: Sequence[tuple[int, int]]) -> float:
+    """See Note [Chunks]; readings are (nodes, bytes) so far."""
+    points = [reading for reading in readings if reading[1]]
+    if not points:
+        return 0.0
+    first_nodes, first_bytes = points[0]
+    last_nodes, last_bytes = points[-1]
+    growths = [first_bytes]
+    for (_, before), (_, after) in pairwise(points):
+        if after > before:
+            growths.append(after - before)
+    chunk = math.gcd(*growths)
+    least = 0.0
+    most = math.inf
+    for (nodes_before, before), (nodes_after, after) in combinations(points, 2):
+        nodes = nodes_after - nodes_before
+        nbytes = after - before
+        least = max(least, (nbytes - chunk) / nodes)
+        most = min(most, (nbytes + chunk) / nodes)
+    if least > most:  # chunks differ
+        return (last_bytes - first_bytes) / (last_nodes - first_nodes)
+    if len(growths) < FEWEST_CHUNKS:
+        return min(max(NODE_BYTES, least), most)
+    return (least + most) / 2

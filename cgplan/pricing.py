@@ -1,26 +1,145 @@
-"""The cost of graphs: device memory and start-up time, from real captures."""
+"""The cost of graphs, device memory and start-up time, from real captures or from recorded
+allocations.
+
+The allocator is PyTorch's: c10/cuda/CUDACachingAllocator.cpp of torch 2.11 to 2.13, with the
+default PYTORCH_CUDA_ALLOC_CONF.
+"""
 
 from __future__ import annotations
 
 import math
 import re
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate, product
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from cgplan.config import Config
 from cgplan.errors import ReportError
 from cgplan.modes import CUDAGraphMode, Key
-from cgplan.planning.build import build_plan, lora_cases, resolve_mode
-from cgplan.planning.plan import KeyCost, Plan, Predicted
-from cgplan.planning.vllm_log import StartLog
-from cgplan.pricing.allocator import unit_of
+from cgplan.planning.engines import StartLog
+from cgplan.planning.plan import KeyCost, Plan, Predicted, build_plan, lora_cases, resolve_mode
 from cgplan.units import counted, format_bytes, grouped
+
+MIN_BLOCK_SIZE = 512  # kMinBlockSize: sizes are rounded up to it
+SMALL_SIZE = 1 << 20  # kSmallSize: most bytes in small segments
+SMALL_BUFFER = 2 << 20  # kSmallBuffer: a small segment
+LARGE_BUFFER = 20 << 20  # kLargeBuffer, large_segment_size(): a segment between the limits
+MIN_LARGE_ALLOC = 10 << 20  # kMinLargeAlloc: from here segments fit their request
+ROUND_LARGE = 2 << 20  # kRoundLarge: ... rounded up to it
+_Block = tuple[int, int]  # size, address
+
+
+class Allocation(NamedTuple):
+    """A block that was taken or given back.
+
+    Attributes:
+        block: Unique among living blocks.
+        nbytes: Bytes asked for; None: given back.
+    """
+
+    block: int
+    nbytes: int | None
+
+
+def round_size(nbytes: int) -> int:
+    """Bytes of a request's block (``round_size``)."""
+    return max(-(-nbytes // MIN_BLOCK_SIZE), 1) * MIN_BLOCK_SIZE
+
+
+def segment_size(size: int) -> int:
+    """Bytes of a new segment (``get_allocation_size``)."""
+    if size <= SMALL_SIZE:
+        return SMALL_BUFFER
+    if size < MIN_LARGE_ALLOC:
+        return LARGE_BUFFER
+    return -(-size // ROUND_LARGE) * ROUND_LARGE
+
+
+def unit_of(pools: Iterable[int]) -> int:
+    """Bytes that these pools grow by: a segment, or 1 on the tape."""
+    return 1 if any(nbytes % ROUND_LARGE for nbytes in pools) else ROUND_LARGE
+
+
+class CachingPool:
+    """A private pool, which keeps its ``reserved`` bytes."""
+
+    def __init__(self) -> None:
+        self.reserved = 0
+        self._end = 0  # the address beyond the last segment
+        self._free: tuple[list[_Block], list[_Block]] = ([], [])
+        self._size: dict[int, int] = {}  # of free blocks by address
+        self._start: dict[int, int] = {}  # free blocks by the address beyond
+        self._taken: dict[int, _Block] = {}
+
+    def run(self, events: Iterable[Allocation]) -> None:
+        """Take and give back blocks; 0 bytes take none, unknown ones are ignored."""
+        for event in events:
+            if event.nbytes is None:
+                self._release(event.block)
+            elif event.nbytes:
+                self._allocate(event.block, round_size(event.nbytes))
+
+    def _allocate(
+        self,
+        block: int,
+        size: int,
+    ) -> None:
+        """``get_free_block``: the smallest that fits, the lowest of equals."""
+        is_small = size <= SMALL_SIZE
+        free = self._free[is_small]
+        place = bisect_left(free, (size, -1))
+        if place < len(free):
+            _, address = free[place]
+            found = self._remove(address, is_small)
+        else:
+            found = segment_size(size)
+            address = self._end
+            self.reserved += found
+            self._end += found + 1  # no neighbour of the next segment
+        rest = found - size
+        least = MIN_BLOCK_SIZE if is_small else SMALL_SIZE + 1  # should_split
+        if rest >= least:
+            self._insert(address + size, rest, is_small)
+            found = size
+        self._taken[block] = found, address
+
+    def _release(self, block: int) -> None:
+        if block not in self._taken:
+            return
+        size, address = self._taken.pop(block)
+        is_small = size <= SMALL_SIZE
+        before = self._start.get(address)
+        if before is not None:
+            size += self._remove(before, is_small)
+            address = before
+        if address + size in self._size:
+            size += self._remove(address + size, is_small)
+        self._insert(address, size, is_small)
+
+    def _insert(self, address: int, size: int, is_small: bool) -> None:
+        free = self._free[is_small]
+        insort(free, (size, address))
+        self._size[address] = size
+        self._start[address + size] = address
+
+    def _remove(
+        self,
+        address: int,
+        is_small: bool,
+    ) -> int:
+        size = self._size.pop(address)
+        del self._start[address + size]
+        free = self._free[is_small]
+        place = bisect_left(free, (size, address))
+        del free[place]
+        return size
+
 
 _CAPTURED = (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL)
 Points = list[tuple[int, int]]  # tokens, bytes
@@ -470,3 +589,147 @@ class GraphCosts:
         for tokens, found in sorted(by_size.items()):
             line.append((tokens, fmean(found)))
         return line
+
+
+# One H200, driver 580, torch 2.11: driver memory of a node, and seconds of a decoder layer for each
+# kernel. Operators stand in for nodes.
+NODE_BYTES = 2 << 10
+CAPTURE_SECONDS = 15e-6
+WARMUP_SECONDS = 17e-6
+WORKSPACE_BYTES = 32 << 20  # torch's cuBLAS workspace there; about 8 MiB before Hopper
+
+_GRID = 1.25  # between sizes whose pools are worked out; others are interpolated
+
+
+@dataclass(frozen=True)
+class Recording:
+    """The allocations of one key's capture in an empty pool.
+
+    ``hidden``: the most bytes held inside each operator with Python code: on a GPU it is mostly one
+    kernel.
+    """
+
+    mode: CUDAGraphMode
+    has_lora: bool
+    num_tokens: int
+    operators: int
+    events: tuple[Allocation, ...]
+    hidden: Mapping[str, int] = field(default_factory=dict)
+
+    @cached_property
+    def form(self) -> list[tuple[int, bool]]:
+        return [(event.block, event.nbytes is None) for event in self.events]
+
+    def scaled(
+        self,
+        other: Recording,
+        num_tokens: int,
+    ) -> list[Allocation]:
+        """On the line through both recordings; if these differ in form, in proportion."""
+        mine, theirs = self.num_tokens, other.num_tokens
+        is_alike = mine != theirs and self.form == other.form
+        partners = other.events if is_alike else self.events
+        found = []
+        for event, partner in zip(self.events, partners, strict=True):
+            nbytes = event.nbytes
+            if nbytes is not None and is_alike:
+                both = sorted([(mine, nbytes), (theirs, partner.nbytes or 0)])
+                nbytes = max(math.ceil(interpolate(both, num_tokens)), 0)
+            elif nbytes is not None:
+                nbytes = -(-nbytes * num_tokens // mine)
+            found.append(Allocation(event.block, nbytes))
+        return found
+
+
+def estimated_costs(
+    recordings: Sequence[Recording],
+    config: Config,
+    note: str = "",
+) -> GraphCosts:
+    """Pool bytes from recorded allocations, the rest from one H200."""
+    asked = config.compilation.cudagraph_num_of_warmups
+    warmups = 0 if asked == "auto" else asked  # of most keys
+    seconds = CAPTURE_SECONDS + warmups * WARMUP_SECONDS
+    keys = []
+    for recording in recordings:
+        operators = recording.operators
+        key = MeasuredKey(
+            recording.mode,
+            int(recording.has_lora),
+            recording.num_tokens,
+            operators * NODE_BYTES,
+            operators * seconds,
+        )
+        keys.append(key)
+    ascending = sorted(recordings, key=attrgetter("num_tokens"))
+    pools = {}
+    for mode, of_mode in grouped((each.mode, each) for each in ascending).items():
+        lanes = grouped((each.has_lora, each) for each in of_mode).values()
+        recorded = [each.num_tokens for each in of_mode]
+        points = []
+        for size in _grid(recorded, config.scheduler.max_num_batched_tokens):
+            points.append((size, max(_reserved(lane, size) for lane in lanes)))
+        pools[mode] = points
+    costs = GraphCosts(
+        keys,
+        pools,
+        config,
+        source=_source(recordings, warmups, note),
+        workspace_bytes=WORKSPACE_BYTES,
+    )
+    costs.estimated = True
+    costs.largest = math.inf
+    return costs
+
+
+def _reserved(
+    recordings: Sequence[Recording],
+    num_tokens: int,
+) -> int:
+    """As if the halved sizes down to 1 were captured, too."""
+    last = len(recordings) - 1
+    sizes = [recording.num_tokens for recording in recordings]
+    pool = CachingPool()
+    while num_tokens:
+        upper = min(bisect_left(sizes, num_tokens), last)
+        neighbour = upper - 1 if upper else min(1, last)
+        pool.run(recordings[upper].scaled(recordings[neighbour], num_tokens))
+        num_tokens //= 2
+    return pool.reserved
+
+
+def _grid(recorded: Iterable[int], num_tokens: int) -> list[int]:
+    sizes = set(recorded)
+    size = 1.0
+    largest = max(*sizes, num_tokens)
+    while size < largest * _GRID:
+        sizes.add(int(size))
+        size = max(size * _GRID, size + 1)
+    return sorted(sizes)
+
+
+def _source(
+    recordings: Sequence[Recording],
+    warmups: int,
+    note: str,
+) -> str:
+    parts = [
+        f"allocations of {len(recordings)} keys recorded on the CPU, in a model of "
+        "PyTorch's allocator",
+        f"for each operator {NODE_BYTES >> 10} KiB of driver memory, {CAPTURE_SECONDS * 1e6:.0f} "
+        f"us of capture and {WARMUP_SECONDS * 1e6:.0f} us of each warm-up ({warmups}), and "
+        f"{WORKSPACE_BYTES >> 20} MiB of cuBLAS workspace, as on one H200",
+        "what kernels take inside themselves is not seen",
+    ]
+    hidden = Counter[str]()
+    for recording in recordings:
+        hidden |= Counter(recording.hidden)
+    if hidden:
+        most = max(hidden.values())
+        parts.append(
+            f"left out: up to {most / 2**20:.1f} MiB that {', '.join(sorted(hidden))} took on the "
+            "CPU and gave back"
+        )
+    if note:
+        parts.append(note)
+    return "; ".join(parts)

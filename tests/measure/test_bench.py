@@ -14,17 +14,18 @@ from torch import Tensor, nn
 from cgplan import ConfigError, GraphRunner, build_plan, get_forward_context
 from cgplan.backends import GraphBackend, select_backend
 from cgplan.config import Input, validate_config
-from cgplan.measure.baselines import (
+from cgplan.measure.bench import (
     BASELINES,
     Baseline,
     BenchBatch,
     Comparison,
     bare,
+    bench,
     bench_baselines,
+    examples,
     reduce_overhead,
     used_bytes,
 )
-from cgplan.measure.bench import bench, examples
 from cgplan.reports import BenchReport, render_text
 from cgplan.reports.records import BASELINE_NAMES, BaselineRecord
 from cgplan.reports.run_tables import FLOOR

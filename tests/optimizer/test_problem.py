@@ -9,7 +9,7 @@ from plans import plan_of
 
 from cgplan.errors import PlanError
 from cgplan.modes import RUNTIME_MODES, CUDAGraphMode
-from cgplan.optimizer.lanes import EAGER, Run
+from cgplan.optimizer.problem import EAGER, Run
 from cgplan.planning import CudagraphDispatcher
 from cgplan.planning.plan import Lane
 from cgplan.traffic.histogram import StepShape, Traffic

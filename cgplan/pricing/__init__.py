@@ -1,1 +1,0 @@
-"""The cost of graphs: measured, or estimated on the CPU."""
