@@ -1243,7 +1243,7 @@ else:  # no kernels of Triton: jobs that take as long
     from pathlib import Path
     workers = AsyncCompile.process_pool()
     workers.submit(Path(sys.argv[2], "begun").touch)
-    jobs = [workers.submit(time.sleep, 600) for _ in range(2)]
+    jobs = [workers.submit(time.sleep, 10) for _ in range(2)]
     [job.result() for job in jobs]
 """
 
