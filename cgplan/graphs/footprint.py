@@ -106,14 +106,12 @@ class Footprint:
 def note_writes(
     found: Footprint,
     func: Any,
-    args: Args,
-    kwargs: Kwargs,
+    leaves: Iterable[Any],
     given: Iterable[int],
+    written: set[int],
 ) -> None:
-    """``given``: ids of storages."""
-    written = set(map(storage_id, written_tensors(func, args, kwargs)))
+    """``given``, ``written``: storage ids."""
     found.written |= written
-    leaves = leaves_of(args, kwargs)
     adds = any(leaf is True or type(leaf) is str for leaf in leaves)  # `accumulate` and `reduce`
     if func._opname in _OVERWRITES and not adds:
         found.overwritten |= written - found.storages_read
@@ -147,7 +145,10 @@ class Outside:
                 self._known.add(storage)
                 self._made.append(weakref.ref(tensor))
 
-    def tensors(self, model: Collection[int] = ()) -> list[torch.Tensor]:
+    def tensors(
+        self,
+        model: Collection[int] = (),
+    ) -> list[torch.Tensor]:
         """``model``: ids of tensors bound there."""
         found = list(self._read.values())
         for made in self._made:
@@ -180,12 +181,13 @@ class OutsideLog(OperatorMode):
         self.outside.note(given, tensors_in(result))
         is_plain = isinstance(func, torch._ops.OpOverload)
         if is_plain and not implemented_in_python(func, self.device.upper()):
+            written = written_tensors(func, args, kwargs)
             note_writes(
                 self._found,
                 func,
-                args,
-                kwargs,
+                leaves_of(args, kwargs),
                 given,
+                set(map(storage_id, written)),
             )
         return result
 
@@ -356,9 +358,9 @@ class Look(DispatchMode):
         note_writes(
             found,
             func,
-            args,
-            kwargs,
+            leaves,
             given,
+            ids_written,
         )
         if func._opname.startswith("_foreach_"):
             count_writes(func, args, kwargs)

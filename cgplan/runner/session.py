@@ -157,7 +157,7 @@ class CaptureSession:
                 ranks=ranks,
                 on_demand=on_demand,
             )
-            if self.trial is not None:
+            if self.trial:
                 self.trial.enter_context(graphs.rehearsing())
             graphs.choose_route(self.route)
             captured = CapturedKeys(
