@@ -359,7 +359,7 @@ class BatchCopy:
     """For batches of one size.
 
     Its functions take the batch's checked tensors in the order of the buffers, the current stream's
-    handle, and whether they are dense and like ``path``'s tensors: ``PreparedCall.is_alike``.
+    handle, and whether they are dense and like the last call's: ``PreparedCall.is_alike``.
     """
 
     def __init__(

@@ -249,7 +249,7 @@ class CapturedKeys:
             self._free_all()
             self.graphs.ranks.dropped()
             done = 0
-        if self.graphs.real_rows is not None:  # else `refill` does, as the block ends
+        if self.graphs.real_rows is not None:  # `refill` takes them for writes of the model
             self.graphs.buffers.fill_padding()
 
     def _capture_one(

@@ -286,7 +286,7 @@ class Capturer:
         compiled = _Clock.now().compile_seconds
         for _ in range(times):
             log: Any = nullcontext()
-            # the look has seen one size, and perhaps first use
+            # other sizes read others outside, and runs after first use write other state
             if outside or put_back.last:
                 tensors = [*put_back.before.tensors, *graphs.views(key[1]).values()]
                 log = OutsideLog(

@@ -294,7 +294,7 @@ class ModelGraphs:
             return self.run(call, CUDAGraphMode.NONE, descriptor, self.views(descriptor))
 
     def run_wrapped(self, key: Key, tensors: Tensors) -> Any:
-        """Through the wrapper, which captures while the scope is open, and replays else."""
+        """Through the wrapper: an open scope captures a key without a graph; else it replays."""
         mode, descriptor = key
         call = self.route.forward
         if mode is CUDAGraphMode.FULL:

@@ -17,7 +17,7 @@ Note [The life of a kind]
 
     A change of the model between calls frees its graphs (``Kind.start_again``):
 
-    READY, DIFFERED  NEW     without a replay since the change before
+    READY, DIFFERED  NEW     without a replay since the change before: it did not pay
     others but NEW   SEEN    but where memory alone moved, CHANGED ones only
 
     Calls of an EAGER kind alone do not look for one.

@@ -15,6 +15,8 @@ Note [What is put back]
     both, in other amounts    refused                 back
     by a failed run           back at its end         back at its end
 
+    A tensor goes back with a change of Python that may be its flag and goes back. Where `warm_up`
+    finds an eager kind, first use stays, but flags and containers go back.
     Small tensors go back ahead of each run, too, as positions must not run past a cache.
 """
 
@@ -74,7 +76,7 @@ class PutBack:
         held: Tensors of first use that the graph of a key may read, though another key replaces
             them; None: those that first use replaced.
         captured: Keys whose capture did not fail.
-        keeps_first_use, keeps_containers: A graph relies on them.
+        keeps_first_use, keeps_containers: A graph relies on them; after `warm_up`, later calls.
         computed: Storages of inputs' values by id, as looks saw them.
         value_read: Where the host first needed a value of inputs.
     """
@@ -335,7 +337,7 @@ class PutBack:
                 by_key = first if number in of_first_use else later
                 by_key[self._runs[number]] = versions
             is_irregular = uses.stopped and (uses.repeated or written.is_filled_again)
-            if not later:  # its flag stays
+            if not later:  # its flag stays, its bytes would not
                 is_irregular |= bool(first) and not uses.is_first_use
             for key in first.keys() & later.keys():
                 is_irregular |= first[key] != later[key]
@@ -434,7 +436,7 @@ class PutBack:
                 value = change.was
                 is_new = value is ABSENT or value is None
                 is_new &= self.before.is_attribute(change)
-                if made and is_new and known:
+                if made and is_new and known:  # first use may have made it
                     value = known.first  # ABSENT, if a capture left it
                 change.bind(value)
         if self.last:

@@ -141,7 +141,7 @@ class Written:
         elif version is None:
             has_written = True
         self.shows |= has_written
-        if has_written or (is_seen and self.is_small):
+        if has_written or is_seen:
             uses.count(run, versions)
             self.is_captured |= run.captures
             return
