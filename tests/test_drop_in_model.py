@@ -523,6 +523,33 @@ def test_the_report_counts_the_kinds_that_it_leaves_out(backend: GraphBackend, n
     assert "kinds of calls" not in str(g.runners[0].report)
 
 
+def test_a_shape_in_an_output_stays_one(backend: GraphBackend) -> None:
+    g = cgplan.graphed(lambda x: (x + 1, x.shape))
+    for _ in range(8):
+        assert g(torch.zeros(3, 2, device=backend.device))[1].numel() == 6
+    assert g.graph_calls
+
+
+class Growing:
+    def __init__(self) -> None:
+        self.seen = 0
+
+
+def test_a_warm_up_ends_where_each_run_changes_an_argument(backend: GraphBackend) -> None:
+    def model(x: Tensor, cache: Growing) -> Tensor:
+        cache.seen += 1
+        return x + cache.seen
+
+    x = torch.zeros(2, device=backend.device)
+    warm, eager = Growing(), Growing()
+    g = cgplan.graphed(model)
+    g.warm_up(x, warm)
+    by_policy = cgplan.graphed(model, compilation={"capture_policy": "eager"})
+    for call in range(1, 7):
+        assert g(x, warm).tolist() == by_policy(x, eager).tolist() == [call, call]
+    assert not g.graph_calls + by_policy.graph_calls
+
+
 def test_a_warm_up_without_arguments_is_refused(
     backend: GraphBackend, net: Net, caplog: pytest.LogCaptureFixture
 ) -> None:

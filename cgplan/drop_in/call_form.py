@@ -145,7 +145,9 @@ def _flatten_other(
     kind = type(value)
     leaves, spec = tree_flatten(value)
     is_scalar = kind.__module__ == "numpy" and hasattr(value, "item")
-    if not spec.is_leaf():
+    if isinstance(value, _BY_VALUE):
+        form += kind, value
+    elif not spec.is_leaf():
         form += TreeSpec, ByKey(spec, spec)
         flatten(leaves, form, tensors)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -158,8 +160,6 @@ def _flatten_other(
         flatten(held, form, tensors)
     elif kind in _BY_TEXT:
         form += kind, ByKey(value, repr(value))
-    elif isinstance(value, _BY_VALUE):
-        form += kind, value
     elif is_scalar and not getattr(value, "shape", (1,)):
         key = str(value.dtype), value.tobytes()
         form += kind, ByKey(value, key)

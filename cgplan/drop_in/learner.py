@@ -679,6 +679,8 @@ class Learner(Inference):
         try:
             while True:
                 kind, sizes = self.kind_of(uncounted, call)
+                if uncounted.misses > _MOST_STATES:
+                    kind.run_eagerly(NEW_STATES)
                 if failed or not kind.is_learning:
                     break
                 look(first_calls, kept, inputs=call.tensors)

@@ -2,7 +2,7 @@
 
 Note [The look]
     Compiled functions run as written: under a dispatch mode Dynamo would skip them ever after. The
-        look misses kernels outside of PyTorch's dispatcher, and code for other sizes.
+    look misses kernels outside of PyTorch's dispatcher, and code for other sizes.
 """
 
 import traceback

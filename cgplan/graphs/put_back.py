@@ -341,8 +341,14 @@ class PutBack:
                 is_irregular |= bool(first) and not uses.is_first_use
             for key in first.keys() & later.keys():
                 is_irregular |= first[key] != later[key]
-            ways = {(number in of_first_use, how) for number, how in uses.overwrites.items()}
-            is_irregular |= ways >= {(True, True), (False, False)}  # begun, then gone on with
+            begun = set[object]()  # keys
+            gone_on = set[object]()
+            for number, overwrites in uses.overwrites.items():
+                if number in of_first_use and overwrites:
+                    begun.add(self._runs[number])
+                elif number not in of_first_use and not overwrites:
+                    gone_on.add(self._runs[number])
+            is_irregular |= not begun.isdisjoint(gone_on)
             if is_irregular:
                 found.append(written.path)
         return found

@@ -39,6 +39,7 @@ from cgplan.errors import BackendError, CgplanError, ConfigError, first_line
 from cgplan.graphs.fingerprint import Fingerprint
 from cgplan.graphs.footprint import look
 from cgplan.graphs.put_back import PutBack
+from cgplan.graphs.written import copy_limit
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
 from cgplan.piecewise.trace import with_own_code
 from cgplan.planning import CudagraphDispatcher, build_plan
@@ -397,9 +398,7 @@ class Comparison:
         for batch in batches:
             self._inputs += [(tensor, tensor.clone()) for tensor in batch.tensors.values()]
         device = runner.backend.device
-        free = runner.backend.memory().free or 4 << 30
-        state = Fingerprint.of({"model": runner.model}, device)
-        self._state = PutBack(state, free // 4)
+        self._state = _state_of(runner)
         self._generators = self._state.before.generators
         self._outputs: dict[int, Any] = {}
         self._unsteady = set[int]()
@@ -629,6 +628,16 @@ def bench(
     )
 
 
+def _state_of(runner: GraphRunner) -> PutBack:
+    limit = copy_limit(
+        runner.config.compilation,
+        runner.backend,
+    )
+    found = PutBack(runner.graphs.fingerprint(), limit)
+    found.keeps_first_use = False  # a look alone does not tell it apart
+    return found
+
+
 def latencies(
     runner: GraphRunner,
     by_box: Sequence[list[BenchBatch]],
@@ -640,15 +649,37 @@ def latencies(
     repeats = runner.config.report.repeats
     rounds = min(MOST_ROUNDS, repeats)
     turns = list(product(range(rounds), batches))
-    for index, (number, batch) in enumerate(turns):
-        name = f"{batch.size} tokens"
-        if progress:
-            progress(index, len(turns), name)
-        share = len(range(number, repeats, rounds))
+
+    def attempt(
+        name: str,
+        function: Callable[..., object],
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
         try:
-            _take_turn(runner, batch, share)
+            function(*args, **kwargs)
         except Exception as error:
             raise_caused(explain_eager_failure(error, name), error)
+
+    def run_all() -> None:
+        for batch in batches:
+            runner.run_eagerly(padded=False, **_call_of(runner, batch))
+
+    if runner.config.compilation.is_lazy:
+        for batch in batches:
+            call = _call_of(runner, batch)
+            attempt(f"{batch.size} tokens", runner, **call)  # captures its graph
+    state = _state_of(runner)
+    look(run_all, state)
+    try:
+        for index, (number, batch) in enumerate(turns):
+            name = f"{batch.size} tokens"
+            if progress:
+                progress(index, len(turns), name)
+            share = len(range(number, repeats, rounds))
+            attempt(name, _take_turn, runner, batch, share, state)
+    finally:
+        state.restore()
     return tuple(_record(runner, batch) for batch in batches)
 
 
@@ -761,10 +792,13 @@ def _call_of(runner: GraphRunner, batch: BenchBatch) -> dict[str, Any]:
     return {**batch.given_to(runner), **batch.options}
 
 
-def _take_turn(runner: GraphRunner, batch: BenchBatch, repeats: int) -> None:
+def _take_turn(
+    runner: GraphRunner,
+    batch: BenchBatch,
+    repeats: int,
+    state: PutBack,
+) -> None:
     call = _call_of(runner, batch)
-    if runner.config.compilation.is_lazy:
-        runner(**call)  # captures its graph
     route = runner.route(batch.tensors, **batch.options)
     eager = partial(runner.run_eagerly, padded=False, **call)
     ways: dict[str, Callable[[], object]] = {"eager": eager}
@@ -782,6 +816,7 @@ def _take_turn(runner: GraphRunner, batch: BenchBatch, repeats: int) -> None:
         ways["replay"] = ways["replay_queued"] = replay
     for name, way in ways.items():
         queued = name.endswith("queued")
+        state.rewind()  # positions must not run past a cache
         with torch.no_grad():
             for _ in range(runner.config.report.warmups):
                 way()

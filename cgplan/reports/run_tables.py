@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import RenderableType
 
+from cgplan.modes import CUDAGraphMode
 from cgplan.planning.plan import Key, Lane
 from cgplan.reports.layout import (
     Bytes,
@@ -456,8 +457,8 @@ def floor(report: LatencyReport) -> Grid | None:
     nodes = {graph.key: graph.nodes for graph in report.capture.records}
     rows = []
     for record in report.records:
-        if record.replay_queued is None:
-            continue
+        if record.replay_queued is None or record.mode is not CUDAGraphMode.FULL:
+            continue  # weights are of the whole forward
         took = record.replay_queued.median
         kernels = nodes.get(record.key)
         gaps = rest = None

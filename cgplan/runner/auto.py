@@ -285,7 +285,7 @@ class Trials:
             compilation=compilation,
             budget=config.budget.changed(capture_time=seconds),
         )
-        # a trace would hold what notes
+        # a trace would hold the noting call
         is_traced = compilation.compiler != "eager"
         noting = nullcontext() if is_traced else _failing_module(self.model, failed)
         # the model is looked at once
@@ -301,7 +301,7 @@ class Trials:
                     trial=trial,
                 ).run()
             trial.callback(runner.close)
-            return _tried(runner, way)  # the hook slows eager steps down
+            return _tried(runner, way)  # the noting call slows eager steps down
 
     def _fastest(
         self,

@@ -191,6 +191,7 @@ class CaptureSession:
                 config=config,
                 pool=None,
                 progress=None,
+                trial=None,
             )
             try:
                 twin = session.run()

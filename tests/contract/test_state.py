@@ -1568,6 +1568,38 @@ def test_a_buffer_of_the_last_size_is_bound_again(backend: GraphBackend) -> None
             assert torch.equal(runner(x=x), x * torch.arange(1.0, rows + 1, device=device)[:, None])
 
 
+class WorkspaceBesideATable(nn.Module):
+    """Prompts and single tokens overwrite a workspace by other operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.scale: Tensor | None = None
+        self.register_buffer("work", torch.zeros(8, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.scale is None:
+            self.scale = torch.linspace(1, 2, 2, device=x.device)
+        work = self.work[: len(x)]
+        if len(x) > 1:
+            work.copy_(self.linear(x))
+        else:
+            work.zero_()
+            work.add_(self.linear(x))
+        return work * self.scale
+
+
+def test_sizes_may_overwrite_state_in_other_ways(backend: GraphBackend) -> None:
+    model = WorkspaceBesideATable().to(backend.device).eval()
+    given = {"x": Input(shape=("num_tokens", 2), dtype="float32", pad=0)}
+    sizes = {"cudagraph_capture_sizes": [1, 2, 4], "cudagraph_mode": "FULL"}
+    device = backend.device
+    with closing(cgplan.capture(model, given, compilation=sizes, device=device.type)) as runner:
+        for rows in (4, 1, 1, 2, 1, 4):
+            x = torch.randn(rows, 2, device=device)
+            same(runner(x=x), model(x))
+
+
 class FailsUnderModes(nn.Module):
     """As an operator without support for modes does, between two writes of an attribute."""
 

@@ -11,6 +11,7 @@ import torch
 from checks import Tally, same
 from torch import Tensor, nn
 
+import cgplan
 from cgplan import ConfigError, GraphRunner, build_plan, get_forward_context
 from cgplan.backends import GraphBackend, select_backend
 from cgplan.config import Input, validate_config
@@ -22,6 +23,7 @@ from cgplan.measure.bench import (
     bare,
     bench,
     bench_baselines,
+    check_up,
     examples,
     reduce_overhead,
     used_bytes,
@@ -494,3 +496,51 @@ def test_metadata_reaches_all_baselines_on_a_gpu() -> None:
     assert peers is not None
     assert [way.failure for way in peers.ways[:4]] == [None] * 4
     assert all(_small(record) for record in peers.records)
+
+
+class Positions(torch.nn.Module):
+    """Each run takes the next row of a cache of 40."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("at", torch.zeros(1, dtype=torch.long))
+        self.register_buffer("rows", torch.randn(40, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.at.add_(1)
+        return x + self.rows[self.at]
+
+
+class Keeps(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept.append(x.clone())
+        return x + float(len(self.kept))
+
+
+def test_turns_begin_in_one_state_and_leave_it(backend: GraphBackend) -> None:
+    positions, keeps = Positions(), Keeps()
+    model = torch.nn.Sequential(positions, keeps, torch.nn.Linear(8, 8)).to(backend.device).eval()
+    runner = cgplan.capture(
+        model,
+        {"input": cgplan.Input(shape=("num_tokens", 8), dtype="float32", pad=0)},
+        compilation={
+            "cudagraph_mode": "PIECEWISE", "splitting_modules": ["1"],
+            "cudagraph_capture_sizes": [2, 4], "verify": "off",
+        },
+        device=backend.device.type,
+    )  # fmt: skip
+    runner(torch.zeros(4, 8, device=backend.device))
+    runner(torch.zeros(2, 8, device=backend.device))
+    before = positions.at.item(), len(keeps.kept)
+    report = bench(runner, against=("eager",), seed=1)
+    assert len(check_up(runner).records) == 2
+    assert (positions.at.item(), len(keeps.kept)) == before
+    assert report.peers is not None
+    for record in report.peers.records:
+        assert record.deviation is not None
+        assert record.deviation < 1e-5
+    runner.close()
