@@ -435,8 +435,10 @@ class GraphCosts:
         Without DEBUG lines a graph takes 1 MiB, vLLM's own least, and the pool the rest.
         """
         plan = build_plan(config)
-        planned = Counter(mode for mode, _ in plan.keys)
-        graphs = log.graphs or {mode: (count, 0) for mode, count in planned.items()}
+        graphs = dict(log.graphs)
+        if not graphs:
+            for mode, found in grouped(log.started(plan).keys).items():
+                graphs[mode] = len(found), max(key.num_tokens for key in found)
         total = sum(count for count, _ in graphs.values())
         if not total:
             raise ReportError(
@@ -453,7 +455,7 @@ class GraphCosts:
             driver[mode] = each
             known += each * count
             pools[mode] = max(first - each, 0.0)
-            largest[mode] = tokens or max(log.sizes, default=plan.max_capture_size)
+            largest[mode] = tokens or plan.max_capture_size
         known += max(pools.values())
         scale = log.bytes / known if known else 0.0  # to what captures took
         seconds = log.seconds / total

@@ -613,7 +613,9 @@ _ESTIMATED = re.compile(
 )
 _PROFILED = re.compile(r"Profiling CUDA graph memory: (.*)")
 _GROUP = re.compile(r"(PIECEWISE|FULL)=(\d+) \(largest=(\d+)\)")
-_BAR = re.compile(r"Capturing CUDA graphs \((?:[^()]*, )?(PIECEWISE|FULL)\):[^\r\n]*?\d+/(\d+) \[")
+_BAR = re.compile(
+    r"Capturing CUDA graphs \((?:[^()]*, )?(PIECEWISE|FULL)\):[^\r\n]*?\d+/([1-9]\d*) \["
+)
 _BY_MODE = re.compile(
     r"Estimated (PIECEWISE|FULL) CUDA graph memory: ([\d.]+) MiB first-capture \+ \((\d+)-1\) . "
     r"([\d.]+) MiB per-graph"
@@ -686,7 +688,15 @@ class StartLog:
         text = _START + parts[last]
         bounds = _BOUND.findall(parts[max(last - 1, 0)])  # of the server, before its engine
         seconds, taken = zip(*_FINISHED.findall(text), strict=True)
-        graphs = {CUDAGraphMode[mode]: (int(count), 0) for mode, count in _BAR.findall(text)}
+        captures = _CAPTURES.search(text)
+        sizes = sorted(json.loads(captures[3])) if captures else []
+        graphs = {}
+        for mode, bar in _BAR.findall(text):
+            count, largest = int(bar), 0
+            if sizes:
+                cases = -(-count // len(sizes))  # of LoRA
+                largest = sizes[count // cases - 1]
+            graphs[CUDAGraphMode[mode]] = count, largest
         profiles = "\n".join(_PROFILED.findall(text))
         for mode, count, largest in _GROUP.findall(profiles):
             graphs[CUDAGraphMode[mode]] = int(count), int(largest)
@@ -703,7 +713,6 @@ class StartLog:
         if advised and tokens:
             kv_bytes = advised[-1] * GIB / int(tokens[1].replace(",", ""))
         version = _VERSION.search(text)
-        captures = _CAPTURES.search(text)
         drafts = _DRAFTS.search(text)
         return cls(
             seconds=max(map(float, seconds)),
@@ -715,7 +724,7 @@ class StartLog:
             version=version[1] if version else "",
             model=captures and captures[1],
             mode=captures and CUDAGraphMode.parse(captures[2]),
-            sizes=tuple(json.loads(captures[3])) if captures else (),
+            sizes=tuple(sizes),
             kv_token_bytes=round(kv_bytes),
             max_num_batched_tokens=int(["0", *bounds][-1]),
             drafts=drafts and int(drafts[2] or 0),
@@ -735,23 +744,27 @@ class StartLog:
                 "from its first line"
             )
 
+    def started(self, plan: Plan) -> Plan:
+        """``plan`` with the mode and the sizes of the log."""
+        if not self.sizes:
+            return plan
+        tokens = max(*self.sizes, plan.max_num_batched_tokens)
+        config = plan.settings.with_values("scheduler", max_num_batched_tokens=tokens)
+        config = config.with_values(
+            "compilation",
+            cudagraph_mode=self.mode,
+            cudagraph_capture_sizes=self.sizes,
+            max_cudagraph_capture_size=None,
+        )
+        return build_plan(config)
+
     def of_other_options(self, plan: Plan) -> Iterator[str]:
         """A sentence, if the start had other graphs or drafts."""
         own = Counter({mode: count for mode, (count, _) in self.graphs.items()})
         of_plan = [
             Counter(mode for mode, _ in keys) for keys in (plan.keys, plan.keys + plan.draft_keys)
         ]
-        started = plan
-        if self.sizes:
-            tokens = max(*self.sizes, plan.max_num_batched_tokens)
-            config = plan.settings.with_values("scheduler", max_num_batched_tokens=tokens)
-            config = config.with_values(
-                "compilation",
-                cudagraph_mode=self.mode,
-                cudagraph_capture_sizes=self.sizes,
-                max_cudagraph_capture_size=None,
-            )
-            started = build_plan(config)
+        started = self.started(plan)
         drafted = plan.query_len - 1
         method = plan.settings.speculative.method or ""
         found = list[str]()

@@ -159,6 +159,22 @@ def test_the_pool_is_that_of_the_sizes_that_the_log_names() -> None:
         assert pool[1] == pytest.approx(503 / 4 * MIB, rel=0.02)
 
 
+@pytest.mark.parametrize("graphs", [{"FULL": 4}, {"FULL": 8}, {}], ids=["bars", "LoRA", "no bars"])
+def test_decode_graphs_alone_end_at_the_requests_though_the_log_names_larger_sizes(
+    graphs: dict[str, int],
+) -> None:
+    """All their memory is a pool of 8 tokens, not of the 16 that the start named."""
+    log = logged("FULL_DECODE_ONLY", [16, 8, 4, 2, 1], graphs)
+    lora = 2 if graphs == {"FULL": 8} else None
+    options = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_loras": lora}
+    config = read_vllm('{"cudagraph_mode": "FULL_DECODE_ONLY"}', **options).loaded.config  # type: ignore[arg-type]
+    keys = build_plan(config).keys
+    predicted = GraphCosts.from_vllm_log(log, config, "start.log").of(keys)
+    assert predicted.total_bytes == pytest.approx(log.bytes, rel=0.01)
+    assert predicted.seconds == pytest.approx(log.seconds)
+    assert not predicted.extrapolated
+
+
 def test_a_start_without_graphs_after_one_with_them_is_passed_over() -> None:
     eager = LOG.partition("\n")[0].replace("FULL_AND_PIECEWISE: (2, 1)", "NONE: 0")
     assert started(LOG + eager.replace("[1, 2, 4, 8, 16]", "[]")) == started(LOG)
