@@ -472,7 +472,7 @@ class GraphCosts:
         if log.by_mode:
             how = "what vLLM estimates for its mode"
         notes = [
-            *log.doubts(),
+            *log.doubts(plan),
             *log.of_other_options(plan),
             f"{path} has the costs of {counted(total, 'graph')} together, "
             f"{format_bytes(log.bytes)} and {log.seconds:.0f} s: each graph was given the same "

@@ -53,7 +53,7 @@ def inspect_config(request: InspectRequest, vllm: VllmConfig | None) -> None:
         priced = costs_of(loaded, request.costs)
         costs = priced.costs
         plan = priced.plan_of(plan)
-    path = Path("vLLM") if vllm else request.path
+    path = "vLLM" if vllm else request.path
     if vllm:
         plan = with_emission(plan, "vllm")
         notes += vllm.notes
@@ -128,10 +128,12 @@ def check_vllm(
     log = None
     nbytes = 0
     if file:
-        log = StartLog.parse(read_text(file, ReportError, _LOG))
+        text = read_text(file, ReportError, _LOG)
+        log = StartLog.parse(text)
         if not log:
             raise ReportError(
-                f"{file} has no line `Graph capturing finished in ... secs, took ... GiB`",
+                f"{file} has no line `Graph capturing finished in ... secs, took ... GiB`; it "
+                f"begins with {text[:40]!r}",
                 remedy=_LOG,
             )
         if not (read or log.graphs or log.sizes):

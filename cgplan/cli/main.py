@@ -97,6 +97,10 @@ class _Commands(TyperGroup):
                     "--compilation-config; -h lists its other options that decide on graphs; leave "
                     "out the rest and the model (docs/planning.md, For vLLM)"
                 )
+            elif search("equal to 1|valid number", said):
+                hint = "Write a number such as 0.9"
+            elif search("of 'eagle'", said):
+                hint = "Give mtp for any _mtp, none for others, such as medusa"
             elif search(r"command '\S+\.json'", said):
                 hint = "Of a saved plan: `cgplan inspect FILE`, or `cgplan plan check FILE`"
             if hint and usage.ctx.command.name in ("plan", "inspect", "check", "vllm"):

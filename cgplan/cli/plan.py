@@ -172,12 +172,11 @@ def _estimated(loaded: LoadedConfig) -> GraphCosts:
     from cgplan.measure.costs import estimate, fake_tensors
     from cgplan.models.loading import load_model
 
-    cpu = torch.device("cpu")
     build = partial(
         load_model,
         target,
         kwargs,
-        device=cpu,
+        device=torch.device("cpu"),
         base_dir=loaded.base_dir,
     )
 
@@ -305,7 +304,7 @@ def run_check(
     config = plan.settings.with_values("budget", **budget)
     _check_loads(config, loads)
     _refuse_varlen(config)
-    times = _times_of(loads, config)
+    times = _times_of(loads, config, Priced(None))
     rules: dict[str, Any] = {"insurance": 0.0, "replicas": 1}
     if made:
         if made.step_times and not loads.step_times:
@@ -321,8 +320,6 @@ def run_check(
     sources = _sources(config, loads, plan, rules["replicas"])
     costs = None
     if plan.predicted and plan.keys:
-        from cgplan.pricing import GraphCosts
-
         costs = GraphCosts.of_captures(
             list(zip(plan.keys, plan.predicted.keys, strict=True)),
             config,
@@ -467,7 +464,7 @@ def _for_sizes(
     if file:
         text = read_text(file, StepTimeError, REMEDY)
         surface = StepSurface.parse(text, file, config.dim_names)
-        unsure += _doubts(text, file, config, priced.machine)
+        unsure += _doubts(text, file, config, priced)
     sizes = read_sizes(loads.files[0][0], dims_of(config), build_plan(config))
     plan = propose_boxes(config, sizes, surface, priced.costs)
     evidence = {**(plan.evidence or {}), "unsure": unsure}
@@ -486,7 +483,7 @@ def _for_traffic(
     from cgplan.traffic.simulation import RequestTrace
 
     config = loaded.config
-    times = _times_of(loads, config, priced.machine)
+    times = _times_of(loads, config, priced)
     if is_emitted and times.doubt:
         raise StepTimeError(
             "a plan by step times of the CPU stand-in is not emitted",
@@ -532,41 +529,36 @@ def _for_traffic(
 # --- traffic and step times -----------------------------------------------------------------------
 
 
-def _times_of(
-    loads: Loads,
-    config: Config,
-    machine: Machine | None = None,
-) -> StepTimes:
+def _times_of(loads: Loads, config: Config, priced: Priced) -> StepTimes:
     from cgplan.traffic.step_times import REMEDY, StepTimes
 
     file = loads.step_times
     if not file:
         return StepTimes.default()
     text = read_text(file, StepTimeError, REMEDY)  # once: it may be a pipe
-    times = StepTimes.parse(text, file)
-    return times.changed(unsure=tuple(_doubts(text, file, config, machine)))
+    doubts = tuple(_doubts(text, file, config, priced))
+    return StepTimes.parse(text, file).changed(unsure=doubts)
 
 
-def _doubts(
-    text: str,
-    file: Path,
-    config: Config,
-    machine: Machine | None,
-) -> Iterator[str]:
+def _doubts(text: str, file: Path, config: Config, priced: Priced) -> Iterator[str]:
+    subject = f"the step times of {file}"
+    log = StartLog.parse(text)
+    model = priced.costs and priced.costs.model
+    if log and model and log.model not in (None, model):
+        yield f"{subject} are of {log.model}, the costs of {model}"
     if not re.search(r'"kind":\s*"bench"', text):
         return
     from cgplan.reports.run_tables import unsure
 
     report = parse_report(text, file)
     assert isinstance(report, BenchReport)
-    subject = f"the step times of {file}"
     environment = report.environment
     for warning in unsure(report):
         yield f"{subject}: {warning}"
     yield from about(subject, report.capture.plan, environment, config, SAME_STEPS)
     measured_on = environment.as_machine
-    if environment.driver is not None and machine not in (None, measured_on):
-        found = named(machine_changes(machine, measured_on))
+    if environment.driver is not None and priced.machine not in (None, measured_on):
+        found = named(machine_changes(priced.machine, measured_on))
         yield f"{subject} were measured on another machine than the costs: {found}"
 
 

@@ -227,6 +227,8 @@ class Planner:
             if missed:
                 judged = f"misses its SLO: {missed}"
             verdict = f"{judged}; {verdict}"
+        elif self.slo:
+            verdict = f"SLO not judged, as the traffic counts steps: give requests; {verdict}"
         warnings, notes = times.said_for(plan.mode, traffic)
         return PlanCheck(
             traffic_source=traffic.source,

@@ -127,9 +127,12 @@ def _unmeasured_sizes(plan: Plan, run: Run) -> Iterator[str]:
         most = run.times.measured_to(lane.mode, lane.num_active_loras)
         beyond = [size for size in sizes if size > most]
         if beyond:
+            how = ""
+            if lane.uniform and plan.query_len > 1:
+                how = f": vLLM without drafts runs them with --max-num-seqs {beyond[-1]}"
             yield (
                 f"{lane}: steps were measured up to {most} tokens, the gain of {listed(beyond)} is "
-                "extrapolated"
+                f"extrapolated{how}"
             )
 
 

@@ -429,16 +429,14 @@ def _vllm(plan: Plan) -> Emission:
         bounds += " --specialize-active-lora"
     if q > 1:
         notes.append(f"made for {q - 1} speculative tokens: add your --speculative-config")
-    environment: tuple[str, ...] = ()
-    if not is_v2 and (q > 1 or "cudagraph_specialize_lora" in config):
-        environment = ("VLLM_USE_V2_MODEL_RUNNER=0",)  # else both runners capture the same
-    options = f"--compilation-config {shlex.quote(text)}"
+    is_v1 = not is_v2 and (q > 1 or "cudagraph_specialize_lora" in config)
     return Emission(
         engine="vLLM",
         version=VERSIONS["vLLM"],
-        options=options,
+        options=f"--compilation-config {shlex.quote(text)}",
         bounds=bounds,
-        environment=environment,
+        # else both runners capture the same
+        environment=("VLLM_USE_V2_MODEL_RUNNER=0",) if is_v1 else (),
         notes=tuple(notes),
     )
 
@@ -731,8 +729,13 @@ class StartLog:
             method=drafts and drafts[1],
         )
 
-    def doubts(self) -> Iterator[str]:
-        """Why its figures may not be those of vLLM's present graphs."""
+    def doubts(self, plan: Plan) -> Iterator[str]:
+        """Why its figures may not be those of these graphs of vLLM."""
+        bound = self.max_num_batched_tokens
+        if bound not in (0, plan.max_num_batched_tokens):
+            yield (
+                f"the log is of --max-num-batched-tokens {bound}, not {plan.max_num_batched_tokens}"
+            )
         nearest = VERSIONS["vLLM"]
         if self.version and self.version.split(".")[:2] != nearest.split(".")[:2]:
             yield (
@@ -745,7 +748,7 @@ class StartLog:
             )
 
     def started(self, plan: Plan) -> Plan:
-        """``plan`` with the mode and the sizes of the log."""
+        """``plan`` with the log's mode and sizes."""
         if not self.sizes:
             return plan
         tokens = max(*self.sizes, plan.max_num_batched_tokens)
@@ -761,9 +764,7 @@ class StartLog:
     def of_other_options(self, plan: Plan) -> Iterator[str]:
         """A sentence, if the start had other graphs or drafts."""
         own = Counter({mode: count for mode, (count, _) in self.graphs.items()})
-        of_plan = [
-            Counter(mode for mode, _ in keys) for keys in (plan.keys, plan.keys + plan.draft_keys)
-        ]
+        of_plan = Counter(mode for mode, _ in plan.keys)  # bars of draft models have other names
         started = self.started(plan)
         drafted = plan.query_len - 1
         method = plan.settings.speculative.method or ""
@@ -773,7 +774,7 @@ class StartLog:
         # eagle3 is one with eagle, ngram_gpu with ngram
         elif self.method and not self.method.startswith(method[:5]):
             found.append(f"drafts of {self.method}, not {method}")
-        if not found and {*started.keys} == {*plan.keys} and own in (Counter(), *of_plan):
+        if not found and {*started.keys} == {*plan.keys} and own in (Counter(), of_plan):
             return
         graphs = counted(own.total() or started.num_graphs, "graph")
         found += [f"{count} {mode}" for mode, count in own.items()]
@@ -792,16 +793,11 @@ class StartLog:
         )
 
     def said(self, plan: Plan) -> Iterator[str]:
-        bound = self.max_num_batched_tokens
-        if bound not in (0, plan.max_num_batched_tokens):
-            yield (
-                f"warning: the log is of --max-num-batched-tokens {bound}, not "
-                f"{plan.max_num_batched_tokens}"
-            )
+        for doubt in self.doubts(plan):
+            yield f"warning: {doubt}"
         priced = plan.predicted and plan.predicted.model
         if priced and self.model not in (None, priced):
             yield f"warning: the log is of {self.model}, the plan's costs of {priced}"
-        yield from self.doubts()
         kept = ""
         if self.reserved:
             kept = f", and vLLM kept {format_bytes(self.reserved)} free for them"

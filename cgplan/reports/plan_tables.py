@@ -407,7 +407,10 @@ def _details(evidence: Evidence) -> Iterator[RenderableType | None]:
             "Graphs against expected step time",
             shown[:MOST_POINTS],
             *POINT,
-            words=["for the batches and the mode of this plan; other graphs have other batches"],
+            words=[
+                "for the batches and mode of this plan, without graphs of a draft model or "
+                "limits of memory and time; other graphs have other batches"
+            ],
         )
         yield figures(
             "Fewest graphs that do as well as a ladder",

@@ -336,8 +336,8 @@ def json_rows(
 _P95_DEVIATIONS = 1.6448536269514722
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MORE_LORAS = (
-    "Add a `lora` section, such as `lora: {max_loras: 4}`, or raise its number; with --vllm give "
-    "--max-loras 4."
+    "Plan with a `lora` section, such as `lora: {max_loras: 4}`, or a larger number; with --vllm "
+    "by --max-loras 4."
 )
 _TIMEOUT_SECONDS = 5.0
 _MOST_US = 1e17  # the year 5138

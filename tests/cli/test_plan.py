@@ -848,6 +848,13 @@ def test_plan_for_vllm_without_a_configuration(home: Path) -> None:
     steps = plan_of(*vllm, *bounds, "--step-times", str(START)).evidence
     assert steps is not None
     assert steps["times_source"] == f"the log of vLLM, {START}"
+    (home / "other.log").write_text(START.read_text().replace("model='m'", "model='b/n'"))
+    for costs in ("other.log", str(START)):
+        both = ("--step-times", str(START), "--costs", costs)
+        of_both = plan_of(*vllm, *bounds, *both).evidence
+        assert of_both is not None
+        told = f"the step times of {START} are of m, the costs of b/n"
+        assert (told in of_both["unsure"]) == (costs == "other.log")
     for wrong in (
         (*vllm, "--config", "good.yaml"),
         ("plan", "--max-num-seqs", "8"),
@@ -914,7 +921,9 @@ def test_vllm_check(home: Path) -> None:
     assert "(10.10 GiB)" not in none.stdout
     refused_log = cgplan_command("vllm", "check", *bounds, "--log", "good.yaml")
     assert refused_log.exit_code == errors.ReportError.exit_code
-    assert "good.yaml has no line `Graph capturing finished" in unwrapped(refused_log.stderr)
+    told = unwrapped(refused_log.stderr)
+    assert "good.yaml has no line `Graph capturing finished" in told
+    assert "it begins with '" in told
 
 
 def test_a_start_is_checked_against_the_plan(home: Path) -> None:
@@ -1283,6 +1292,8 @@ def test_what_a_plan_of_several_sizes_refuses(home: Path) -> None:
         ("vllm check a/b", "leave out the rest and the model"),
         ("plan -cc.cudagraph_mode=FULL", "-cc.cudagraph_mode=FULL is vLLM's: give --vllm JSON"),
         ("plan --vllm {} --speculative-method medusa", "--speculative-method': 'medusa' is not"),
+        ("plan --vllm {} --speculative-method medusa", "Give mtp for any _mtp, none for others"),
+        ("vllm check --speculative-method qwen3_next_mtp", "Give mtp for any _mtp"),
         ("plan --vllm {} --memory 2", "2 has no unit: write 2GiB or 30s"),
         ("plan --vllm {} --memory 2147483648", "2147483648 has no unit: write 2GiB or 30s"),
         ("plan --vllm {} --capture-time 3", "3 has no unit: write 2GiB or 30s"),
@@ -1291,6 +1302,8 @@ def test_what_a_plan_of_several_sizes_refuses(home: Path) -> None:
         ("plan --vllm {} --cudagraph-capture-sizes 1 2", "keys of its --compilation-config"),
         ("vllm check --gpu-memory-utilization 0.9", "without --log"),
         ("vllm check --log a.log --gpu-memory-utilization 90", "less than or equal to 1"),
+        ("vllm check --log a.log --gpu-memory-utilization 90", "Write a number such as 0.9"),
+        ("vllm check --log a.log --gpu-memory-utilization 85%", "Write a number such as 0.9"),
         ("vllm check --tensor-parallel-size 2", "leave out the rest"),
         ("plan --vllm {} -tp 2", "leave out the rest"),
         ("plan check p.json --slo tpot_p99=5ms", "a saved plan holds its settings, SLO"),

@@ -60,7 +60,20 @@ def test_sizes_beyond_the_measured_ones_are_told() -> None:
         {(NONE, 0): {1: 20_000, 400: 40_000}, (FULL, 0): {1: 4_000, 128: 9_000}}, "by hand"
     )
     (told,) = warnings(plan, seen, "measured", times)
-    assert "steps were measured up to 128 tokens, the gain of 256, 400 is extrapolated" in told
+    assert told.endswith("were measured up to 128 tokens, the gain of 256, 400 is extrapolated")
+
+
+def test_decode_of_drafts_beyond_the_measured_sizes_says_how_to_measure_it() -> None:
+    """Four tokens a request: 64 requests are 256 tokens."""
+    plan = plan_of("FULL_AND_PIECEWISE", [4, 64, 256, 400], spec=3)
+    seen = traffic({StepShape(4 * n, n, True): 1 for n in (1, 64)}, mixed({390: 1}))
+    points = {mode: {1: 4_000, 128: 9_000} for mode in ((PIECEWISE, 0), (FULL, 0))}
+    times = StepTimes.measured({(NONE, 0): {1: 20_000, 400: 40_000}, **points}, "by hand")
+    piecewise, decodes = sorted(warnings(plan, seen, "measured", times), reverse=True)
+    assert "of 256, 400 is extrapolated" in piecewise
+    assert "--max-num-seqs" not in piecewise
+    how = "the gain of 256 is extrapolated: vLLM without drafts runs them with --max-num-seqs 256"
+    assert decodes.endswith(how)
     assert warnings(plan, seen, "measured") == []
 
 

@@ -65,9 +65,9 @@ def test_another_release_gets_the_rules_of_the_nearest(version: str, is_other: b
     log = started(text)
     assert log.version == version
     told = f"the log is of vLLM {version}, the rules are of {VERSIONS['vLLM']}, the nearest known"
-    assert (next(log.said(PLAN)) == told) == is_other
+    assert (next(log.said(PLAN)) == f"warning: {told}") == is_other
     assert (told in costs_of(text, config_of()).notes) == is_other
-    assert [*started(LOG.replace("(v0.33.0) ", "")).doubts()] == []
+    assert [*started(LOG.replace("(v0.33.0) ", "")).doubts(PLAN)] == []
 
 
 def test_what_the_graphs_leave_to_the_kv_cache() -> None:
@@ -140,11 +140,12 @@ def test_a_log_without_a_profile_counts_graphs_by_its_progress_bars() -> None:
     doubt, said = log.said(PLAN)
     assert (log.graphs, log.reserved) == ({FULL: (35, 0)}, 0)
     assert said == "by the log the graphs took 522 MiB and 5 s"
-    assert doubt.startswith("the log does not name its capture sizes, which may be others")
-    assert (
-        doubt
-        in costs_of(f"{bars}\nGraph capturing finished in 5 secs, took 0.51 GiB", config_of()).notes
-    )
+    told = "the log does not name its capture sizes, which may be others"
+    assert doubt.startswith(f"warning: {told}")
+    notes = costs_of(
+        f"{bars}\nGraph capturing finished in 5 secs, took 0.51 GiB", config_of()
+    ).notes
+    assert any(note.startswith(told) for note in notes)
 
 
 def test_the_pool_is_that_of_the_sizes_that_the_log_names() -> None:
@@ -346,10 +347,11 @@ def test_costs_of_a_log_without_drafts_say_that_drafts_are_not_priced() -> None:
 def test_a_start_with_another_bound_on_tokens_names_both() -> None:
     """By what its server logged before its engine; an eager start follows in the same file."""
     bound = "INFO [scheduler.py:231] Chunked prefill is enabled with max_num_batched_tokens="
-    told = "warning: the log is of --max-num-batched-tokens 8192, not 64"
+    told = "the log is of --max-num-batched-tokens 8192, not 64"
     for own in (64, 8192):
-        log = started(f"{bound}{own}.\n{LOG}\n{bound}32.\nInitializing a V1 LLM engine (v0.33.0)\n")
-        assert (told in log.said(PLAN)) == (own == 8192)
+        text = f"{bound}{own}.\n{LOG}\n{bound}32.\nInitializing a V1 LLM engine (v0.33.0)\n"
+        assert (f"warning: {told}" in started(text).said(PLAN)) == (own == 8192)
+        assert (told in costs_of(text, config_of()).notes) == (own == 8192)
 
 
 def test_without_its_first_line_the_sizes_are_those_of_the_tables() -> None:
@@ -404,5 +406,5 @@ def test_a_start_of_another_model_than_that_of_the_costs_is_told() -> None:
 
 def test_the_api_server_names_the_release_too() -> None:
     text = (Path(__file__).parents[1] / "data" / "vllm.log").read_text()
-    said = next(started(text).doubts())
+    said = next(started(text).doubts(PLAN))
     assert said.startswith("the log is of vLLM 0.13.0")

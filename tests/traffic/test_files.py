@@ -598,7 +598,7 @@ MOON = '{"timestamp": %s, "input_length": 1, "output_length": 1}\n'
             NAMED + "1,1,1,2\n",
             2,
             "the request uses an adapter, but the configuration has none",
-            "Add a `lora` section",
+            "Plan with a `lora` section",
         ),
         (
             NAMED + "1,1,1,\n1,1,1,sql-lora\n",
