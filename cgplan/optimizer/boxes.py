@@ -48,7 +48,7 @@ from cgplan.optimizer.paths import (
     Ints,
     best_paths,
 )
-from cgplan.optimizer.propose import EXACT
+from cgplan.optimizer.propose import EXACT, NO_GAIN
 from cgplan.optimizer.search import ROUNDING
 from cgplan.planning.plan import (
     PLANNED_FOR,
@@ -576,18 +576,18 @@ class _BoxProblem:
         dims = len(self._dims)
         most = round(CANDIDATES ** (1 / dims))
         self._sizes = [self._sizes_of(dim, most) for dim in range(dims)]
-        self._thinned: list[str] = []
-        for name, column in zip(traffic.names, self._least.T, strict=True):
-            if np.unique(column).size > most:
-                self._thinned.append(name)
+        self._thinned = [
+            name
+            for name, column in zip(traffic.names, self._least.T, strict=True)
+            if np.unique(column).size > most
+        ]
         self._rounded, index = np.unique(
             _up(self._least, self._sizes),
             axis=0,
             return_inverse=True,
         )
         # of ``rounded``
-        counts = np.bincount(index.ravel(), self._weights)
-        self._counts = counts.astype(np.float64)
+        self._counts = np.bincount(index.ravel(), self._weights).astype(np.float64)
 
     def _sizes_of(
         self,
@@ -602,8 +602,7 @@ class _BoxProblem:
             return_inverse=True,
         )
         most = min(most, sizes.size)
-        weights = np.bincount(index, self._weights)
-        weights = np.cumsum(weights)
+        weights = np.cumsum(np.bincount(index, self._weights))
         paths = best_paths(
             np.append(0.0, weights)[None],
             np.append(0.0, sizes)[None],
@@ -652,13 +651,14 @@ class _BoxProblem:
         base = self.base
         for first, *rest in boxes.tolist():
             for lane in self._lanes:
-                key = lane.key(
-                    first,
-                    base.query_len,
-                    base.max_num_seqs,
-                    tuple(rest),
+                keys.append(
+                    lane.key(
+                        first,
+                        base.query_len,
+                        base.max_num_seqs,
+                        tuple(rest),
+                    )
                 )
-                keys.append(key)
         return capture_order(keys)
 
     def _price(self, boxes: Ints) -> Predicted | None:
@@ -683,10 +683,7 @@ class _BoxProblem:
         """
         boxes = _grid(self._sizes)
         holds = _holds(boxes, self._rounded)
-        start = []
-        for box in grid:
-            is_it = (boxes == box).all(axis=1)
-            start.append(int(is_it.argmax()))
+        start = [int((boxes == box).all(axis=1).argmax()) for box in grid]
         chosen, bound = best_columns(
             np.where(holds, self._times(boxes), inf),
             self._counts,
@@ -901,16 +898,33 @@ class _BoxProblem:
         boxes = boxes[order]
         own = self._point("this plan", boxes)
         grids = {"the best full grid": grid} | self._ladders()
-        ladders = [self._point(name, other) for name, other in grids.items()]
-        compared = []
-        for ladder in ladders:
-            by = own.expected_us / ladder.expected_us - 1
-            longer = "longer" if by > 0 else "shorter"
+        least = self._times(self._least)
+        eager = None
+        surface = self.surface
+        compared = {}
+        if surface and surface.eager is not None:
+            batches = np.array([*self.traffic.counts])
+            each = surface._replace(values=surface.eager).at(batches)
+            least = np.minimum(least, each)
+            eager = float(self._weights @ each) / self._total
+            compared["eager"] = eager
+        bound = float(self._weights @ least) / self._total
+        ladders = []
+        for name, other in grids.items():
+            ladder = self._point(name, other)
+            is_near = eager is not None and ladder.expected_us <= bound * (1 + NO_GAIN)
+            ladders.append(ladder.changed(no_gain=is_near))
             graphs = counted(ladder.graphs, "graph")
-            compared.append(f"{abs(by):.1%} {longer} than with {ladder.name} ({graphs})")
-        verdict = f"steps {', '.join(compared)}"
-        warnings = [] if self.surface else [NO_TIMES]
-        if self.surface and not self.surface.saves:
+            compared[f"with {name} ({graphs})"] = ladder.expected_us
+        step = own.expected_us
+        found = []
+        for words, theirs in compared.items():
+            by = step / theirs - 1
+            longer = "longer" if by > 0 else "shorter"
+            found.append(f"{abs(by):.1%} {longer} than {words}")
+        verdict = f"steps {', '.join(found)}"
+        warnings = [] if surface else [NO_TIMES]
+        if eager == bound:
             verdict = f"{NOTHING_SAVED}; {verdict}"
         beyond = self.traffic.beyond
         if beyond:
@@ -921,25 +935,23 @@ class _BoxProblem:
                 f"{share} are above the max of a dimension: they run eagerly, and no figure has "
                 f"them; {larger} has them planned for"
             )
-        step = own.expected_us
         lower = min(lower / self._total, step)
-        least = self._times(self._least)
-        bound = float(self._weights @ least) / self._total
         costs = self.costs
-        given = self._given
         return Evidence(
             traffic_source=f"{self.traffic.source}: {' x '.join(self.traffic.names)}",
             traffic_weight=self._total,
             traffic_notes=tuple(self._notes(boxes)),
-            times_source=self.surface.source if self.surface else "1 us for each element",
+            times_source=surface.source if surface else "1 us for each element",
             **of_costs(costs),
-            unbounded=tuple(limit for limit in LIMITS[1:] if costs is None and limit in given),
+            unbounded=tuple(
+                limit for limit in LIMITS[1:] if costs is None and limit in self._given
+            ),
             rule=f"the best {most} boxes of sizes of the traffic within the budget; each of its "
             "batches has a graph",
             graphs=own.graphs,
             bytes=own.bytes,
             seconds=own.seconds,
-            expected_us=Expected(plan=step, eager=None, bound=bound),
+            expected_us=Expected(plan=step, eager=eager, bound=bound),
             lower_bound_us=lower,
             gap=step / lower - 1,
             exact=step <= lower * (1 + EXACT) and not self._thinned,

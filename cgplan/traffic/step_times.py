@@ -654,7 +654,7 @@ class StepSurface(NamedTuple):
     axes: tuple[Floats, ...]  # measured sizes of each dimension, ascending
     values: Floats  # times of all their combinations: [sizes of the first axis, ...]
     source: str
-    saves: bool = True  # a graph was faster than eager, as far as is known
+    eager: Floats | None = None  # as values, without graphs; None: not known
 
     @classmethod
     def parse(
@@ -666,22 +666,20 @@ class StepSurface(NamedTuple):
         """From CSV with a column for each name and ``microseconds``, or a bench's JSON, of a full
         grid. Of equal sizes the longest time counts. Raises StepTimeError.
         """
-        rows: list[tuple[tuple[int, ...], float]] = []
-        saves = False
+        rows: list[tuple[tuple[int, ...], list[float]]] = []
         try:
             for record in _Bench.model_validate_json(text).records:
                 if record.graph is not None:
                     ran = record.descriptor
                     sizes = ran.num_tokens, *ran.sizes
-                    rows.append((sizes, record.graph.median))
-                    saves |= record.graph.median < record.eager.median
+                    rows.append((sizes, [record.graph.median, record.eager.median]))
         except ValidationError:
-            saves = True
             kind = Time, ...
-            rows += sized_rows(text, path, names, StepTimeError, "microseconds", kind)
-        longest: dict[tuple[int, ...], float] = {}
-        for sizes, time in rows:
-            longest[sizes] = max(time, longest.get(sizes, 0.0))
+            for sizes, time in sized_rows(text, path, names, StepTimeError, "microseconds", kind):
+                rows.append((sizes, [time]))
+        longest: dict[tuple[int, ...], Floats] = {}
+        for sizes, times in rows:
+            longest[sizes] = np.maximum(times, longest.get(sizes, 0.0))
         axes = [sorted(set(column)) for column in zip(*longest, strict=True)]
         grid = list(product(*axes))
         missing = [f", not {sizes}" for sizes in grid if sizes not in longest]
@@ -693,11 +691,12 @@ class StepSurface(NamedTuple):
                 "combination of its sizes.",
             )
         shape = [len(axis) for axis in axes]
-        values = np.array([longest[sizes] for sizes in grid]).reshape(shape)
-        for dim in range(len(axes)):
-            np.maximum.accumulate(values, axis=dim, out=values)
+        table = np.array([longest[sizes] for sizes in grid]).T.reshape(-1, *shape)
+        for dim in range(1, table.ndim):
+            np.maximum.accumulate(table, axis=dim, out=table)
         measured = tuple(np.array(axis, dtype=np.float64) for axis in axes)
-        return cls(measured, values, str(path), saves)
+        values, *eager = table
+        return cls(measured, values, str(path), *eager)
 
     def at(self, sizes: npt.NDArray[np.int64]) -> Floats:
         """Microseconds of boxes: [n, dimensions] -> [n]."""

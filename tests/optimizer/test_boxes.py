@@ -14,12 +14,13 @@ from cgplan.config import Config
 from cgplan.errors import BudgetError, PlanError
 from cgplan.modes import BatchDescriptor, CUDAGraphMode, Key
 from cgplan.optimizer.boxes import Purse, best_columns
-from cgplan.optimizer.evidence import Evidence
+from cgplan.optimizer.evidence import NOTHING_SAVED, Evidence
 from cgplan.planning import Plan, build_plan, config_hash
 from cgplan.pricing import GraphCosts
 from cgplan.reports import render_text
 from cgplan.traffic.histogram import SizeCounts
 from cgplan.traffic.step_times import StepSurface
+from cgplan.units import format_microseconds
 
 CASES = int(os.environ.get("CASES", "200")) // 10  # each is tried against all sets of boxes
 Counts = dict[tuple[int, ...], int]
@@ -361,12 +362,39 @@ def test_times_decide_where_they_are_given() -> None:
     assert found.expected_us.plan == pytest.approx(0.95 * 10 + 0.05 * 90)
     assert (found.times_source, found.warnings) == ("times.csv", ())
     assert found.verdict.startswith("steps ")
-    slow = propose_boxes(config_of(2), traffic_of(counts), flat._replace(saves=False)).evidence
-    assert slow.verdict == f"no graph saves time: eager steps take no longer; {found.verdict}"
+    assert found.expected_us.eager is None
     assert boxes_of(evidence_of({(1, 50): 900, (1, 100): 10, (8, 100): 10}, 2)) == {
         (1, 50),
         (8, 100),
     }
+
+
+@pytest.mark.parametrize(
+    ("eager", "bound", "said", "no_gain"),
+    [
+        ([10.0, 30.0, 120.0], 17.0, "steps 43.3% shorter than eager, ", True),
+        ([8.0, 16.0, 60.0], 15.0, "steps 1.2% longer than eager, ", False),
+        ([8.0, 10.0, 80.0], 16.1, f"{NOTHING_SAVED}; steps 5.6% longer than eager, ", False),
+    ],
+)
+def test_eager_steps_stand_beside_a_plan(
+    eager: list[float], bound: float, said: str, no_gain: bool
+) -> None:
+    """A batch of 3 runs eagerly halfway between 2 and 4, and in the graph of 4."""
+    sizes, graph = (np.array([2.0, 4.0, 8.0]),), np.array([8.0, 10.0, 80.0])
+    times = StepSurface(sizes, graph, "bench.json", np.array(eager))
+    config = config_of(2, {"batch": {"max": 8, "multiple_of": 4}})
+    plan, found = propose_boxes(config, traffic_of({(3,): 90, (8,): 10}, names=("batch",)), times)
+    mean = 0.9 * (eager[0] + eager[1]) / 2 + 0.1 * eager[2]
+    expected = found.expected_us
+    assert (expected.plan, expected.eager, expected.bound) == pytest.approx((17, mean, bound))
+    assert boxes_of(found) == {(4,), (8,)}, "each batch has a graph, whatever eager steps take"
+    assert found.verdict.startswith(said)
+    assert [ladder.no_gain for ladder in found.ladders] == [no_gain] * 2
+    shown = " ".join(render_text(plan).split())
+    said = f"eager {format_microseconds(mean)}, bound {format_microseconds(bound)}"
+    assert f"17.0 us expected; {said}" in shown
+    assert ("% no gain" in shown) is no_gain
 
 
 def test_a_batch_runs_in_the_box_of_the_dispatcher() -> None:

@@ -685,6 +685,7 @@ def test_times_of_several_sizes(tmp_path: Path) -> None:
         (10, 40): 2400,
     }
     assert surface.at(np.array(list(asked))).tolist() == pytest.approx(list(asked.values()))
+    assert surface.eager is None
 
 
 def test_times_of_one_length(tmp_path: Path) -> None:
@@ -710,14 +711,14 @@ def test_bad_times_of_several_sizes(tmp_path: Path, text: str, told: str) -> Non
 
 
 def test_times_of_several_sizes_from_a_bench(tmp_path: Path) -> None:
-    def boxed(batch: int, length: int, graph: float | None) -> dict[str, Any]:
+    def boxed(batch: int, length: int, graph: float | None, eager: float = 9) -> dict[str, Any]:
         descriptor = {"num_tokens": batch, "sizes": [length]}
         graphed = graph and {"median": graph}
         return {
             "num_tokens": batch,
             "mode": "FULL",
             "descriptor": descriptor,
-            "eager": {"median": 9},
+            "eager": {"median": eager},
             "graph": graphed,
         }
 
@@ -725,16 +726,15 @@ def test_times_of_several_sizes_from_a_bench(tmp_path: Path) -> None:
         boxed(1, 10, 100),
         boxed(1, 20, 200),
         boxed(4, 10, 300),
-        boxed(4, 20, 500),
+        boxed(4, 10, 290, eager=8),
+        boxed(4, 20, 500, eager=11),
         boxed(9, 9, None),
     ]
     text = json.dumps({"kind": "bench", "records": measured})
     surface = surface_of(tmp_path, text)
     assert surface.at(np.array([[1, 15], [4, 20]])).tolist() == pytest.approx([150, 500])
-    assert not surface.saves, "eager takes 9 us at each size"
-    measured[0] = boxed(1, 10, 8)
-    text = json.dumps({"kind": "bench", "records": measured})
-    assert surface_of(tmp_path, text).saves
+    assert surface.eager is not None
+    assert surface.eager.tolist() == [[9, 9], [9, 11]], "raised to that of a smaller batch"
 
 
 def test_noise_of_neighbours_is_no_slope() -> None:
