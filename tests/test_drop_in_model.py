@@ -1112,10 +1112,12 @@ def test_transformers_generate_by_graphs(backend: GraphBackend) -> None:
     for other in (Net(), t5, 3, cgplan.graphed(lm)):
         with pytest.raises(ConfigError, match="is not a decoder-only model of transformers"):
             cgplan.graphed_generate(other, max_cache_len=8)
-    for length in ({}, {"max_cache_len": 0}, {"max_cache_len": "64"}):
-        given = next(iter(length.values()), None)
-        with pytest.raises(ConfigError, match=f"max_cache_len is {given!r}, no whole number"):
-            cgplan.graphed_generate(lm, **length)
+    for length in (None, 0, "64"):
+        with pytest.raises(ConfigError, match=f"max_cache_len is {length!r}, no whole number"):
+            cgplan.graphed_generate(lm, max_cache_len=length)
+    for others in ({}, {"max_length": 2}):
+        with pytest.raises(TypeError, match=r"missing .*'max_cache_len'"):
+            cgplan.graphed_generate(lm, **others)
     for name, wanted in (
         (
             "max_length",
@@ -1127,7 +1129,7 @@ def test_transformers_generate_by_graphs(backend: GraphBackend) -> None:
         ("example", "No rows are padded; `generate` warms up."),
     ):
         with pytest.raises(ConfigError, match=f"generate has no argument '{name}'") as caught:
-            cgplan.graphed_generate(lm, **{name: 2})
+            cgplan.graphed_generate(lm, max_cache_len=2, **{name: 2})
         assert caught.value.remedy.startswith(wanted)
         assert "sizes" not in caught.value.remedy
     for own in ({"strict": False}, {"ignore": ["model.calls"]}, {"address_check": "always"}):

@@ -68,6 +68,11 @@ def explain(
     remedy = "Correct the value; `cgplan schema --format markdown` describes it."
     if is_unknown:
         remedy = "Correct or remove the key; `cgplan schema --format markdown` lists all keys."
+    if "dims" in message:
+        remedy += (
+            ' A dimension is declared as dims={"batch": {"max": 16}} in Python, and as '
+            "dims: {batch: {max: 16}} in a file."
+        )
     return ConfigError(message, remedy=remedy)
 
 

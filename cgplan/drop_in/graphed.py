@@ -624,7 +624,7 @@ def graphed(
 
 def graphed_generate(
     model: Any,
-    max_cache_len: int | None = None,
+    max_cache_len: int,
     **options: Any,
 ) -> Graphed:
     """Lets ``model.generate`` of transformers run by graphs; returns the graphed forward.
@@ -637,7 +637,7 @@ def graphed_generate(
     numbers of rows.
 
     Args:
-        max_cache_len: In tokens, at least 1.
+        max_cache_len: In tokens, at least 1: those of the longest prompt and its answer.
         options: As of ``graphed``, but ``dynamic``, ``sizes`` and ``max_size``, as no rows are
             padded, and ``example``, for which ``generate`` is called once.
 

@@ -271,6 +271,22 @@ def test_named_dimensions_that_cannot_be(change: dict[str, Any], expected: str) 
 
 
 @pytest.mark.parametrize(
+    ("dims", "problem"),
+    [
+        ({}, "'batch', which `dims` does not declare: known are num_tokens, num_reqs"),
+        ({"batch": {"sizes": [1, 4, 16]}}, "'dims.batch.max' is missing"),
+    ],
+)
+def test_a_refusal_of_dims_says_what_to_write(dims: Any, problem: str) -> None:
+    inputs = {"pixels": {"shape": ["batch", 3], "dtype": "float32", "pad": 0}}
+    with pytest.raises(ConfigError, match=problem) as caught:
+        validate_config({"dims": dims, "inputs": inputs})
+    for written in ('dims={"batch": {"max": 16}}', "dims: {batch: {max: 16}}"):
+        assert written in caught.value.remedy
+    validate_config({"dims": {"batch": {"max": 16}}, "inputs": inputs})
+
+
+@pytest.mark.parametrize(
     ("text", "size"),
     [
         ("512MiB", 512 << 20), ("1.5 KiB", 1536), ("2GB", 2 * 10**9), ("7kB", 7000), ("10 B", 10), ("10", 10),
