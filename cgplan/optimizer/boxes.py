@@ -914,8 +914,8 @@ class _BoxProblem:
             ladder = self._point(name, other)
             is_near = eager is not None and ladder.expected_us <= bound * (1 + NO_GAIN)
             ladders.append(ladder.changed(no_gain=is_near))
-            graphs = counted(ladder.graphs, "graph")
-            compared[f"with {name} ({graphs})"] = ladder.expected_us
+            words = f"with {name} ({counted(ladder.graphs, 'graph')})"
+            compared[words] = ladder.expected_us
         step = own.expected_us
         found = []
         for words, theirs in compared.items():

@@ -520,19 +520,20 @@ def _reasons(plan: Plan, evidence: Evidence) -> Iterator[Fact]:
 def _ladders(evidence: Evidence) -> RenderableType | None:
     if not evidence.ladders:
         return None
-    expected = evidence.expected_us.plan
+    expected = evidence.expected_us
     plan = evidence.as_point("this plan")
+    eager = "" if expected.eager is None else " or eager"
 
     def gain(ladder: LadderPoint) -> str | None:
         if ladder is plan:
             return None
-        shorter = 1 - expected / ladder.expected_us
+        shorter = 1 - expected.plan / ladder.expected_us
         is_near = ladder.no_gain and shorter > -LEAST_SHOWN
         return "no gain" if is_near else f"{shorter:+.1%}"
 
     words = [
         "padding: share of all tokens; gain: how much shorter the plan's step is",
-        "bound: each batch at its best, in a graph or eager; no gain: a ladder within 1% of it",
+        f"bound: each batch at its best, in a graph{eager}; no gain: a ladder within 1% of it",
     ]
     if plan.decode_us is not None and plan.mixed_us is not None:
         words.append("decode, mixed: steps of uniform decode, and others")

@@ -237,6 +237,7 @@ def test_a_bound_stands_beside_a_plan_that_is_not_proven() -> None:
     assert evidence.lower_bound_us < evidence.expected_us.plan
     shown = render_text(plan)
     assert "proven" not in shown
+    assert "bound: each batch at its best, in a graph;" in shown, "eager steps are not known"
     assert f"at most {evidence.gap:.1%} above the best" in shown
 
 
@@ -395,6 +396,7 @@ def test_eager_steps_stand_beside_a_plan(
     said = f"eager {format_microseconds(mean)}, bound {format_microseconds(bound)}"
     assert f"17.0 us expected; {said}" in shown
     assert ("% no gain" in shown) is no_gain
+    assert "bound: each batch at its best, in a graph or eager;" in shown
 
 
 def test_a_batch_runs_in_the_box_of_the_dispatcher() -> None:
