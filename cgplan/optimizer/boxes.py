@@ -518,20 +518,17 @@ def propose_boxes(
         )
 
     def plan_of(boxes: Sequence[Sequence[int]]) -> Plan:
-        full = config.with_values("compilation", boxes=tuple(boxes))
-        return build_plan(full)
+        return build_plan(config.with_values("compilation", boxes=tuple(boxes)))
 
-    top = tuple(dim.top for dim in dims_of(config))
     problem = _BoxProblem(
         config,
         traffic,
         surface,
         costs,
-        plan_of([top]),
+        plan_of([tuple(dim.top for dim in dims_of(config))]),
     )
     evidence = problem.evidence(BOXES if most is None else most // len(lanes))
-    boxes = [(use.size or 0, *use.sizes) for use in evidence.uses]
-    plan = plan_of(boxes)
+    plan = plan_of([(use.size or 0, *use.sizes) for use in evidence.uses])
     return plan.changed(
         predicted=costs and costs.of(plan.keys),
         config_hash=config_hash(config),
@@ -634,10 +631,8 @@ class _BoxProblem:
                 paid.pool_bytes,
                 paid.static_bytes,
             )
-        memory = self._given.get("memory", inf)
-        memory -= costs.workspace_bytes
-        seconds = self._given.get("capture_time", inf)
-        seconds -= costs.once_seconds
+        memory = self._given.get("memory", inf) - costs.workspace_bytes
+        seconds = self._given.get("capture_time", inf) - costs.once_seconds
         return Purse(
             most,
             max(memory, 1),
@@ -674,8 +669,7 @@ class _BoxProblem:
         if paid is not None:
             spent["memory"] = paid.total_bytes
             spent["capture_time"] = paid.seconds
-        given = self._given
-        return [limit for limit in LIMITS if spent.get(limit, 0) > given.get(limit, inf)]
+        return [limit for limit in LIMITS if spent.get(limit, 0) > self._given.get(limit, inf)]
 
     def _best(self, most: int, grid: Ints) -> tuple[Ints, float, list[PlanLimit]]:
         """Boxes within the budget, the lower bound, and the limits that the next box would
@@ -694,7 +688,7 @@ class _BoxProblem:
         tried = [whole]
         if holds[:, chosen].any(axis=1).all():
             some = boxes[chosen]
-            tried = [self._tight(some, self._least), some, whole]
+            tried = [self._tight(some), some, whole]
         for found in tried:
             broken = self._broken(found)
             if not broken:
@@ -728,14 +722,12 @@ class _BoxProblem:
             boxes[[best]],
             axis=0,
         )
-        tight = self._tight(more, self._least)
-        return self._broken(tight)
+        return self._broken(self._tight(more))
 
     def _best_grid(self, graphs: int) -> Ints:
         """The best full grid that exchanges of the sizes of one dimension at a time find."""
         numbers = [range(1, min(sizes.size, graphs) + 1) for sizes in self._sizes]
-        few = [shape for shape in product(*numbers) if prod(shape) <= graphs]
-        shapes = np.array(few)
+        shapes = np.array([shape for shape in product(*numbers) if prod(shape) <= graphs])
         best = shapes
         least = inf
         for shape in shapes:
@@ -751,8 +743,7 @@ class _BoxProblem:
                     tried,
                     len(self._rounded),
                 )
-                times = self._times(boxes)
-                times = times.reshape(-1, tried.size)
+                times = self._times(boxes).reshape(-1, tried.size)
                 holds = self._rounded[:, [dim]] <= tried
                 cost = np.where(
                     holds,
@@ -787,28 +778,26 @@ class _BoxProblem:
         first = holds.argmax(axis=1)
         return np.asarray(order[first])
 
-    def _tight(self, boxes: Ints, batches: Ints) -> Ints:
+    def _tight(self, boxes: Ints) -> Ints:
         """Those that run a batch, shrunk to the largest sizes of the batches that they run."""
         before = boxes[:0]
         while not np.array_equal(before, boxes):
             before = boxes
             runs = self._runs_in(boxes)
-            largest = [batches[runs == box].max(axis=0) for box in np.unique(runs)]
+            largest = [self._least[runs == box].max(axis=0) for box in np.unique(runs)]
             boxes = np.unique(largest, axis=0)
         return boxes
 
     def _point(self, name: str, boxes: Ints) -> LadderPoint:
         runs = self._runs_in(boxes)
-        times = self._times(boxes)[runs]
-        elements = _elements(boxes)[runs]
         paid = self._price(boxes)
         return LadderPoint(
             name=name,
             graphs=len(self._lanes) * len(boxes),
             bytes=None if paid is None else paid.total_bytes,
             seconds=None if paid is None else paid.seconds,
-            expected_us=float(self._weights @ times) / self._total,
-            padding=1 - self._real.sum() / (self._weights @ elements),
+            expected_us=float(self._weights @ self._times(boxes)[runs]) / self._total,
+            padding=1 - self._real.sum() / (self._weights @ _elements(boxes)[runs]),
             unused=len(boxes) - np.unique(runs).size,
         )
 
@@ -849,11 +838,7 @@ class _BoxProblem:
     def _ladders(self) -> dict[str, Ints]:
         """For any traffic, and those of the configuration where they hold it."""
         found = dict[str, Ints]()
-        powers = []
-        for dim in self._dims:
-            plain = dim.changed(sizes=None)
-            powers.append(sizes_of(plain))
-        by_powers = _grid(powers)
+        by_powers = _grid([sizes_of(dim.changed(sizes=None)) for dim in self._dims])
         with suppress(ConfigError, PlanError):
             asked = {descriptor.box for _, descriptor in build_plan(self.config).keys}
             boxes = np.array(sorted(asked))
@@ -902,6 +887,7 @@ class _BoxProblem:
         eager = None
         surface = self.surface
         compared = {}
+        measured = [axis[-1] for axis in surface.axes] if surface else boxes.max(axis=0)
         if surface and surface.eager is not None:
             batches = np.array([*self.traffic.counts])
             each = surface._replace(values=surface.eager).at(batches)
@@ -916,6 +902,7 @@ class _BoxProblem:
             ladders.append(ladder.changed(no_gain=is_near))
             words = f"with {name} ({counted(ladder.graphs, 'graph')})"
             compared[words] = ladder.expected_us
+        is_far = (boxes > measured).any(axis=1)
         step = own.expected_us
         found = []
         for words, theirs in compared.items():
@@ -936,19 +923,19 @@ class _BoxProblem:
                 f"them; {larger} has them planned for"
             )
         lower = min(lower / self._total, step)
-        costs = self.costs
         return Evidence(
             traffic_source=f"{self.traffic.source}: {' x '.join(self.traffic.names)}",
             traffic_weight=self._total,
             traffic_notes=tuple(self._notes(boxes)),
             times_source=surface.source if surface else "1 us for each element",
-            **of_costs(costs),
+            **of_costs(self.costs),
             unbounded=tuple(
-                limit for limit in LIMITS[1:] if costs is None and limit in self._given
+                limit for limit in LIMITS[1:] if self.costs is None and limit in self._given
             ),
             rule=f"the best {most} boxes of sizes of the traffic within the budget; each of its "
             "batches has a graph",
             graphs=own.graphs,
+            unmeasured_graphs=int(is_far.sum()) * len(self._lanes),
             bytes=own.bytes,
             seconds=own.seconds,
             expected_us=Expected(plan=step, eager=eager, bound=bound),
@@ -997,7 +984,8 @@ def _holds(boxes: Ints, batches: Ints) -> Bools:
 
 def _up(batches: Ints, sizes: Sequence[Ints]) -> Ints:
     """Each size rounded up to the next of its dimension."""
-    columns = []
-    for of, column in zip(sizes, batches.T, strict=True):
-        columns.append(of[np.searchsorted(of, column)])
-    return np.stack(columns, axis=1)
+    columns = zip(sizes, batches.T, strict=True)
+    return np.stack(
+        [of[np.searchsorted(of, column)] for of, column in columns],
+        axis=1,
+    )

@@ -399,6 +399,17 @@ def test_eager_steps_stand_beside_a_plan(
     assert "bound: each batch at its best, in a graph or eager;" in shown
 
 
+def test_boxes_beyond_the_measured_sizes_are_told() -> None:
+    """Of (4, 20) the length is beyond them; each box is a graph for each of two LoRA cases."""
+    sizes = (np.array([2.0, 4.0]), np.array([5.0, 10.0]))
+    times = StepSurface(sizes, np.array([[1.0, 2.0], [3.0, 4.0]]), "times.csv")
+    lora = {"lora": {"max_loras": 2}, "compilation": {"cudagraph_specialize_lora": True}}
+    plan, found = propose_boxes(config_of(6, **lora), traffic_of({(1, 3): 9, (4, 20): 9}), times)
+    assert (found.graphs, found.unmeasured_graphs) == (4, 2)
+    assert "; 2 of 4 graphs extrapolated" in " ".join(render_text(plan).split())
+    assert evidence_of({(1, 3): 9, (4, 20): 9}).unmeasured_graphs == 0, "1 us for each element"
+
+
 def test_a_batch_runs_in_the_box_of_the_dispatcher() -> None:
     """The box with the fewest elements is the slower one here, so the plan is not called proven."""
     counts = {(1, 10): 1, (8, 20): 1, (2, 100): 1}
