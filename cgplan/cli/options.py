@@ -154,11 +154,13 @@ def goal(text: str) -> "Goal":
 
 
 def compilation_config(text: str) -> str:
-    if text.startswith("-"):
+    if text.startswith("-O"):
         raise BadParameter(
-            f"JSON is missing before {text}: write --vllm '{{}}' "
-            f"{'alone, for -O2 and -O3' if text.startswith('-O') else text}"
+            f"{text} is vLLM's: write --vllm '{{}}' for -O2 and -O3, else JSON with its keys, as "
+            '\'{"cudagraph_mode": "PIECEWISE"}\' for -O1'
         )
+    if text.startswith("-"):
+        raise BadParameter(f"JSON is missing before {text}: write --vllm '{{}}' {text}")
     return text
 
 
@@ -170,7 +172,7 @@ def yaml_file(text: str) -> Path:
 
 def limit(text: str) -> str:
     if text[-1:].isdigit():
-        raise BadParameter(f"{text} has no unit: write 2GiB or 30s")
+        raise BadParameter(f"{text} has no unit: GiB or B of memory, s of time")
     return "null" if text == "none" else text
 
 

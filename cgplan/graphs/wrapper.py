@@ -145,6 +145,7 @@ class GraphPool:
 
     @property
     def nbytes(self) -> int:
+        """Reserved bytes."""
         return self.backend.pool_bytes(self.handle)
 
 

@@ -74,6 +74,8 @@ class CudaGraphManager:
         model: On the device already. The caller owns it.
         backend: Absent: the pool's, or that of ``config.device``.
         pool: Absent: by ``compilation.pool``.
+        plan: Absent: ``build_plan(config)``.
+        before_key: As of a CaptureSession.
 
     Raises:
         ConfigError: ``cudagraph_mode`` is AUTO, which ``choose_mode`` decides.

@@ -267,6 +267,7 @@ class GraphRunner:
     of the last one.
 
     Attributes:
+        stats: Counts how calls were answered.
         graphs, router: For other parts of cgplan; ``recapture`` replaces them.
     """
 
@@ -393,7 +394,7 @@ class GraphRunner:
         """Run one batch.
 
         Args:
-            tensors: The first inputs, as declared.
+            tensors: The first inputs, in the order of their declaration.
             inputs: Other inputs and the metadata. All are unpadded, on the runner's device or on
                 the host; host tensors may be written to after the call.
             uniform_decode: Every request has ``plan.query_len`` tokens. Absent: counts tell it for

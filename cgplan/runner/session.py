@@ -38,6 +38,7 @@ class CaptureSession:
     Args:
         model: Called with the declared inputs by name.
         progress: Called before each key.
+        pool: Absent: by ``compilation.pool``.
         together: The sessions of other ranks.
         state: The objects whose tensors and attributes the model uses; absent: the model.
         before_key: Sets an engine's context ahead of each key's runs. It gets the runtime mode, the
