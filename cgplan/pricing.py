@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 from cgplan.config import Config
 from cgplan.errors import ReportError
 from cgplan.modes import CUDAGraphMode, Key
-from cgplan.planning.engines import StartLog
 from cgplan.planning.plan import KeyCost, Plan, Predicted, build_plan, lora_cases, resolve_mode
+from cgplan.planning.vllm_log import StartLog
 from cgplan.units import counted, format_bytes, grouped
 
 MIN_BLOCK_SIZE = 512  # kMinBlockSize: sizes are rounded up to it

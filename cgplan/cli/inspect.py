@@ -19,7 +19,8 @@ from cgplan.config.reference import inline_yaml
 from cgplan.errors import PlanError, PlanMismatchError, ReportError
 from cgplan.optimizer.subset import within_count
 from cgplan.planning import Plan, build_plan
-from cgplan.planning.engines import StartLog, VllmConfig, describe_batches, emit, with_emission
+from cgplan.planning.engines import VllmConfig, describe_batches, emit, with_emission
+from cgplan.planning.vllm_log import StartLog
 from cgplan.pricing import GraphCosts, case_costs
 from cgplan.reports import load_plan, render
 from cgplan.reports.layout import (

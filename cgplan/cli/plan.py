@@ -43,13 +43,13 @@ from cgplan.planning import Plan, build_plan
 from cgplan.planning.engines import (
     ALONE,
     Engine,
-    StartLog,
     VllmConfig,
     read_sglang,
     sizes_by_lane,
     with_emission,
 )
 from cgplan.planning.plan import RULES, Machine, machine_changes, mismatches, named, refuse_auto
+from cgplan.planning.vllm_log import StartLog
 from cgplan.pricing import GraphCosts
 from cgplan.reports import CaptureReport, Environment, load_plan
 from cgplan.reports.plan_tables import brief, said

@@ -26,8 +26,8 @@ from cgplan.config import load
 from cgplan.config.schema import TAPE, Record, first_problem
 from cgplan.errors import CgplanError, StepTimeError
 from cgplan.modes import CUDAGraphMode
-from cgplan.planning.engines import logged_steps
 from cgplan.planning.plan import Mode
+from cgplan.planning.vllm_log import logged_steps
 from cgplan.traffic.files import (
     LOG_LINE,
     Form,

@@ -15,8 +15,9 @@ from cgplan.config import Config
 from cgplan.errors import BudgetError, ReportError, StepTimeError
 from cgplan.modes import RUNTIME_MODES
 from cgplan.planning import build_plan
-from cgplan.planning.engines import VERSIONS, StartLog, emit, logged_steps, read_vllm
+from cgplan.planning.engines import VERSIONS, emit, read_vllm
 from cgplan.planning.plan import ladder_sizes
+from cgplan.planning.vllm_log import StartLog, logged_steps
 from cgplan.pricing import GraphCosts
 
 NONE, PIECEWISE, FULL = RUNTIME_MODES

@@ -1,0 +1,312 @@
+"""vLLM's own log: the cost of its graphs, and the times of its steps.
+
+Lines of ``VERSIONS["vLLM"]``: v1/worker/gpu_model_runner.py, v1/worker/gpu/model_runner.py
+(captures), v1/worker/gpu_worker.py (memory), v1/metrics/loggers.py (iterations).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from operator import itemgetter
+
+from cgplan.errors import BudgetError, StepTimeError
+from cgplan.modes import CUDAGraphMode
+from cgplan.planning.engines import VERSIONS
+from cgplan.planning.plan import Plan, build_plan
+from cgplan.units import counted, format_bytes, listed
+
+GIB = 1 << 30
+MIB = 1 << 20
+FAR = 1.5  # times what was predicted
+_START = "Initializing a V1 LLM engine"
+_VERSION = re.compile(rf"(?:{_START} \(v|API server version )([\w.+-]+)")
+_FINISHED = re.compile(r"Graph capturing finished in (\d+) secs, took (-?[\d.]+) GiB")
+_ESTIMATED = re.compile(
+    r"CUDA graph pool memory: -?[\d.]+ GiB \(actual\), ([\d.]+) GiB \(estimated\)"
+)
+_PROFILED = re.compile(r"Profiling CUDA graph memory: (.*)")
+_GROUP = re.compile(r"(PIECEWISE|FULL)=(\d+) \(largest=(\d+)\)")
+_BAR = re.compile(
+    r"Capturing CUDA graphs \((?:[^()]*, )?(PIECEWISE|FULL)\):[^\r\n]*?\d+/([1-9]\d*) \["
+)
+_BY_MODE = re.compile(
+    r"Estimated (PIECEWISE|FULL) CUDA graph memory: ([\d.]+) MiB first-capture \+ \((\d+)-1\) . "
+    r"([\d.]+) MiB per-graph"
+)
+_OPTION = r"`--kv-cache-memory(?:-bytes)?=(-?\d+)`[^`]*"
+_ADVICE = re.compile(
+    r"Free memory on device \(([\d.]+)/([\d.]+) GiB\) on startup\. Desired GPU memory utilization "
+    rf"is \(([\d.]+), [\d.]+ GiB\)\.[^`]*{_OPTION}{_OPTION}Current kv cache memory in use is "
+    r"(-?[\d.]+) GiB"
+)
+_DRAFTS = re.compile(
+    r"speculative_config=(?:None|SpeculativeConfig\(method='(?:\w+_(?=mtp))?(\w+)'"
+    r".*?num_spec_tokens=(\d+))"
+)
+_KV_TOKENS = re.compile(r"GPU KV cache size: ([\d,]+) tokens")
+_RESERVES = "CUDA graph memory profiling is enabled"
+_CAPTURES = re.compile(
+    rf"(?:{_START}(?:.*? model='([^']*)')?.*?'cudagraph_mode': <|- Mode: *)"
+    r"(?:CUDAGraphMode\.)?(\w+)"
+    r"(?:.*?'cudagraph_capture_sizes': |\s*\n.*- Capture sizes: )(\[[\d, ]*\])"
+)
+_BOUND = re.compile(r"Chunked prefill is enabled with max_num_batched_tokens=(\d+)")
+_STEP = re.compile(
+    r"Iteration\(\d+\): (\d+) context requests, (\d+) context tokens, (\d+) generation requests, "
+    r"(\d+) generation tokens, iteration elapsed time: ([\d.]+) ms(?! \(dummy\))"
+)
+
+
+@dataclass(frozen=True)
+class StartLog:
+    """vLLM's last start with graphs; of several ranks, the one whose graphs took most. Figures that
+    the log does not tell are 0.
+
+    Attributes:
+        seconds: Of all captures, whole.
+        bytes: Device memory that they took, to 0.01 GiB.
+        graphs: (graphs, tokens of the largest) by runtime mode.
+        reserved: Bytes that vLLM kept free for the graphs.
+        by_mode: Estimated bytes of the first graph and of each other, in logs of level DEBUG.
+        advice: The numbers of its line on ``--kv-cache-memory``.
+        drafts: Speculative tokens of a request; None if the log does not tell it.
+        method: That drafts them.
+        model, mode, sizes: That vLLM was to capture.
+        kv_token_bytes: Of the KV cache, by ``advice``.
+    """
+
+    seconds: float
+    bytes: int
+    graphs: dict[CUDAGraphMode, tuple[int, int]]
+    reserved: int
+    by_mode: dict[CUDAGraphMode, tuple[float, float]]
+    advice: tuple[float, ...]
+    version: str = ""
+    model: str | None = None
+    mode: CUDAGraphMode | None = None
+    sizes: tuple[int, ...] = ()
+    kv_token_bytes: int = 0
+    max_num_batched_tokens: int = 0
+    drafts: int | None = None
+    method: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> StartLog | None:
+        """None if the log does not tell how long the captures took."""
+        parts = text.split(_START)
+        starts = [place for place, part in enumerate(parts) if _FINISHED.search(part)]
+        if not starts:
+            return None
+        last = starts[-1]
+        text = _START + parts[last]
+        bounds = _BOUND.findall(parts[max(last - 1, 0)])  # of the server, before its engine
+        seconds, taken = zip(*_FINISHED.findall(text), strict=True)
+        captures = _CAPTURES.search(text)
+        sizes = sorted(json.loads(captures[3])) if captures else []
+        graphs = {}
+        for mode, bar in _BAR.findall(text):
+            count, largest = int(bar), 0
+            if sizes:
+                cases = -(-count // len(sizes))  # of LoRA
+                largest = sizes[count // cases - 1]
+            graphs[CUDAGraphMode[mode]] = count, largest
+        profiles = "\n".join(_PROFILED.findall(text))
+        for mode, count, largest in _GROUP.findall(profiles):
+            graphs[CUDAGraphMode[mode]] = int(count), int(largest)
+        reserved = 0.0
+        if _RESERVES in text:
+            reserved = max(map(float, _ESTIMATED.findall(text)), default=0.0)
+        by_mode = {}
+        for mode, first, _, each in _BY_MODE.findall(text):
+            by_mode[CUDAGraphMode[mode]] = float(first) * MIB, float(each) * MIB
+        advice = [tuple(map(float, found)) for found in _ADVICE.findall(text)]
+        advised = min(advice, key=itemgetter(3), default=())
+        tokens = _KV_TOKENS.search(text)
+        kv_bytes = 0.0
+        if advised and tokens:
+            kv_bytes = advised[-1] * GIB / int(tokens[1].replace(",", ""))
+        version = _VERSION.search(text)
+        drafts = _DRAFTS.search(text)
+        return cls(
+            seconds=max(map(float, seconds)),
+            bytes=round(max(0.0, *map(float, taken)) * GIB),
+            graphs=graphs,
+            reserved=round(reserved * GIB),
+            by_mode=by_mode,
+            advice=advised,
+            version=version[1] if version else "",
+            model=captures and captures[1],
+            mode=captures and CUDAGraphMode.parse(captures[2]),
+            sizes=tuple(sizes),
+            kv_token_bytes=round(kv_bytes),
+            max_num_batched_tokens=int(["0", *bounds][-1]),
+            drafts=drafts and int(drafts[2] or 0),
+            method=drafts and drafts[1],
+        )
+
+    def doubts(self, plan: Plan) -> Iterator[str]:
+        """Why its figures may not be those of these graphs of vLLM."""
+        bound = self.max_num_batched_tokens
+        if bound not in (0, plan.max_num_batched_tokens):
+            yield (
+                f"the log is of --max-num-batched-tokens {bound}, not {plan.max_num_batched_tokens}"
+            )
+        nearest = VERSIONS["vLLM"]
+        if self.version and self.version.split(".")[:2] != nearest.split(".")[:2]:
+            yield (
+                f"the log is of vLLM {self.version}, the rules are of {nearest}, the nearest known"
+            )
+        if not self.sizes:
+            yield (
+                "the log does not name its capture sizes, which may be others than these: give it "
+                "from its first line"
+            )
+
+    def started(self, plan: Plan) -> Plan:
+        """``plan`` with the log's mode and sizes."""
+        if not self.sizes:
+            return plan
+        tokens = max(*self.sizes, plan.max_num_batched_tokens)
+        config = plan.settings.with_values("scheduler", max_num_batched_tokens=tokens)
+        config = config.with_values(
+            "compilation",
+            cudagraph_mode=self.mode,
+            cudagraph_capture_sizes=self.sizes,
+            max_cudagraph_capture_size=None,
+        )
+        return build_plan(config)
+
+    def of_other_options(self, plan: Plan) -> Iterator[str]:
+        """A sentence, if the start had other graphs or drafts."""
+        own = Counter({mode: count for mode, (count, _) in self.graphs.items()})
+        of_plan = Counter(mode for mode, _ in plan.keys)  # bars of draft models have other names
+        started = self.started(plan)
+        drafted = plan.query_len - 1
+        method = plan.settings.speculative.method or ""
+        found = list[str]()
+        if self.drafts not in (None, drafted):
+            found.append(f"{counted(self.drafts, 'speculative token')}, not {drafted}")
+        # eagle3 is one with eagle, ngram_gpu with ngram
+        elif self.method and not self.method.startswith(method[:5]):
+            found.append(f"drafts of {self.method}, not {method}")
+        if not found and {*started.keys} == {*plan.keys} and own in (Counter(), of_plan):
+            return
+        graphs = counted(own.total() or started.num_graphs, "graph")
+        found += [f"{count} {mode}" for mode, count in own.items()]
+        if started.mode is not plan.mode:
+            found.append(f"mode {started.mode}, not {plan.mode}")
+        had, has = ({key.num_tokens for _, key in which.keys} for which in (plan, started))
+        for word, sizes in (("without", had - has), ("with", has - had)):
+            if sizes:
+                found.append(f"{word} sizes {listed(sorted(sizes))}")
+        if found:
+            graphs += f" ({'; '.join(found)})"
+        drafts = f" and {len(plan.draft_keys)} of the draft model" if plan.draft_keys else ""
+        yield (
+            f"the log is of a start with {graphs}, the configuration has "
+            f"{counted(len(plan.keys), 'graph')}{drafts}"
+        )
+
+    def said(self, plan: Plan) -> Iterator[str]:
+        for doubt in self.doubts(plan):
+            yield f"warning: {doubt}"
+        priced = plan.predicted and plan.predicted.model
+        if priced and self.model not in (None, priced):
+            yield f"warning: the log is of {self.model}, the plan's costs of {priced}"
+        kept = ""
+        if self.reserved:
+            kept = f", and vLLM kept {format_bytes(self.reserved)} free for them"
+        if plan.predicted and self.seconds > FAR * plan.predicted.seconds + 1:
+            kept += ", far longer than predicted"
+        yield (
+            f"by the log the graphs took {format_bytes(self.bytes)} and {self.seconds:.0f} s{kept}"
+        )
+        if not self.advice:
+            return
+        _, _, share, fits, whole, used = self.advice
+        yield (
+            f"the KV cache has {used:.2f} GiB; vLLM itself advises --kv-cache-memory-bytes "
+            f"{fits:.0f} to stay within --gpu-memory-utilization {share:g}, {whole:.0f} to use the "
+            "whole GPU"
+        )
+
+    def overrun(self, plan: Plan) -> Iterator[str]:
+        """A sentence, if the graphs took far more memory than predicted."""
+        cost = plan.predicted
+        if cost and self.bytes > FAR * cost.total_bytes + 150 * MIB:  # left free
+            yield (
+                f"the graphs took {format_bytes(self.bytes)}, "
+                f"{format_bytes(cost.total_bytes)} were predicted"
+            )
+
+    def kv_cache(
+        self,
+        graph_bytes: int,
+        utilization: float | None,
+        gpu_gib: float | None,
+    ) -> Iterator[str]:
+        """Raises BudgetError if nothing is left."""
+        if not self.advice:
+            return
+        _, total, share, fits, *_ = self.advice
+        room = fits + self.bytes - graph_bytes
+        if self.reserved:  # the advice takes off the graphs twice, rounded to 0.01 GiB
+            room += self.reserved - GIB // 200
+        rest = total * share - room / GIB
+        total = gpu_gib or total
+        share = utilization or share
+        left = total * share - rest
+        if left <= 0:
+            raise BudgetError(
+                f"no KV cache fits: {-left:.2f} GiB are missing, as all else takes {rest:.2f} GiB",
+                remedy="Give another --gpu-memory-utilization or GPU, or capture fewer graphs.",
+            )
+        size = f"{left:.2f} GiB"
+        if self.kv_token_bytes:
+            size += f", {left * GIB / self.kv_token_bytes:,.0f} tokens"
+        yield (
+            f"--kv-cache-memory-bytes {left * GIB:.0f} ({size}): {total:g} GiB of the GPU x "
+            f"--gpu-memory-utilization {share:g}, less {rest:.2f} GiB for all else, at "
+            f"the log's --max-num-batched-tokens, of it {format_bytes(graph_bytes)} for graphs"
+        )
+
+
+def logged_steps(text: str) -> Iterator[tuple[CUDAGraphMode, int, float, bool]]:
+    """(runtime mode, tokens that ran, microseconds, whether it prefills) by
+    ``--enable-logging-iteration-details``.
+
+    The start before a step tells its graph. Steps before the first start, and those with
+    speculative tokens, are left out. Raises StepTimeError for two models.
+    """
+    mode = model = timed = None
+    sizes: list[int] = []
+    for line in text.splitlines():
+        started = _CAPTURES.search(line)
+        step = _STEP.search(line)
+        if started:
+            model, name, captured = started.groups()
+            mode = CUDAGraphMode.parse(name)
+            sizes = sorted(json.loads(captured))
+        elif mode is not None and step:
+            prefilled, prompts, decoding, decoded = map(int, step.groups()[:4])
+            tokens = prompts + decoded
+            if decoded != decoding or not tokens:
+                continue
+            timed = timed or model
+            if model not in (None, timed):
+                raise StepTimeError(
+                    f"the log has steps of {timed} and of {model}",
+                    remedy="Give starts of one model.",
+                )
+            runs = mode.mixed_mode() if prefilled else mode.decode_mode()
+            place = bisect_left(sizes, tokens)
+            if place == len(sizes):
+                runs = CUDAGraphMode.NONE
+            if runs is not CUDAGraphMode.NONE:
+                tokens = sizes[place]
+            yield runs, tokens, float(step[5]) * 1e3, prefilled > 0
