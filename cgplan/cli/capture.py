@@ -38,7 +38,8 @@ from cgplan.models.loading import load_model
 from cgplan.modes import CUDAGraphMode
 from cgplan.piecewise.routes import SplitRoute
 from cgplan.planning import Plan
-from cgplan.planning.plan import PlanChange, budget_of, fitted, unused_settings
+from cgplan.planning.difference import fitted, unused_settings
+from cgplan.planning.plan import PlanChange, budget_of
 from cgplan.reports import AuditReport, Report
 from cgplan.runner.auto import Trials
 from cgplan.runner.runner import GraphRunner

@@ -291,7 +291,7 @@ def plan_diff(
     shown: Shown,
 ) -> None:
     """Show what changes from one plan to another: sizes, memory, times."""
-    from cgplan.planning.plan import compare
+    from cgplan.planning.difference import compare
     from cgplan.reports import load_plan
     from cgplan.reports.plan_tables import render_difference
 

@@ -40,6 +40,7 @@ from cgplan.errors import (
 from cgplan.modes import CUDAGraphMode, Key
 from cgplan.optimizer.evidence import Evidence
 from cgplan.planning import Plan, build_plan
+from cgplan.planning.difference import machine_changes, mismatches, named
 from cgplan.planning.engines import (
     ALONE,
     Engine,
@@ -48,7 +49,7 @@ from cgplan.planning.engines import (
     sizes_by_lane,
     with_emission,
 )
-from cgplan.planning.plan import RULES, Machine, machine_changes, mismatches, named, refuse_auto
+from cgplan.planning.plan import RULES, Machine, refuse_auto
 from cgplan.planning.vllm_log import StartLog
 from cgplan.pricing import GraphCosts
 from cgplan.reports import CaptureReport, Environment, load_plan

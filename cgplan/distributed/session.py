@@ -25,7 +25,7 @@ from cgplan.errors import (
     RegistrationError,
 )
 from cgplan.planning import Plan
-from cgplan.planning.plan import leaves
+from cgplan.planning.difference import leaves
 from cgplan.reports.records import CaptureReport, RankRecord
 
 logger = logging.getLogger(__name__)

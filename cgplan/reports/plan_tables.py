@@ -24,15 +24,8 @@ from cgplan.optimizer.evidence import (
     limit_words,
 )
 from cgplan.planning import Plan
-from cgplan.planning.plan import (
-    PLANNED_FOR,
-    FieldChange,
-    Figure,
-    Lane,
-    PlanDifference,
-    Predicted,
-    compare,
-)
+from cgplan.planning.difference import FieldChange, Figure, PlanDifference, compare
+from cgplan.planning.plan import PLANNED_FOR, Lane, Predicted
 from cgplan.reports.layout import (
     Bytes,
     Column,

@@ -15,7 +15,8 @@ from cgplan.errors import BudgetError, ConfigError, ReportError
 from cgplan.modes import BatchDescriptor, CUDAGraphMode, Key
 from cgplan.optimizer.evidence import PlanCheck
 from cgplan.planning import Plan
-from cgplan.planning.plan import Descriptor, Lane, Machine, Mode, PlanDifference
+from cgplan.planning.difference import PlanDifference
+from cgplan.planning.plan import Descriptor, Lane, Machine, Mode
 from cgplan.reports.layout import render_text
 
 Keys = tuple[tuple[Mode, Descriptor], ...]

@@ -18,7 +18,8 @@ from cgplan.errors import CaptureMemoryError, CgplanError, TrafficError
 from cgplan.modes import CUDAGraphMode, Key
 from cgplan.optimizer.propose import PlanInputs, plan_graphs
 from cgplan.planning import Plan
-from cgplan.planning.plan import capture_config, compare, config_hash
+from cgplan.planning.difference import compare
+from cgplan.planning.plan import capture_config, config_hash
 from cgplan.pricing import GraphCosts, representative_keys
 from cgplan.reports.records import ReplanReport, ReplanWay, uncapturable
 from cgplan.runner.stats import Mark, RunnerStats

@@ -24,7 +24,8 @@ from cgplan.optimizer.evidence import Evidence, LadderPoint
 from cgplan.optimizer.lint import lint
 from cgplan.optimizer.problem import EAGER, Run, step_clock
 from cgplan.planning import LADDERS, CudagraphDispatcher, Plan, build_plan, config_hash
-from cgplan.planning.plan import Lane, PlanDifference, compare
+from cgplan.planning.difference import PlanDifference, compare
+from cgplan.planning.plan import Lane
 from cgplan.pricing import GraphCosts
 from cgplan.reports import render_text
 from cgplan.reports.layout import plain_text

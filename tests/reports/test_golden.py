@@ -13,7 +13,7 @@ from saved import SAVED, golden_report, golden_text, plan_named
 
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
 from cgplan.planning import Plan
-from cgplan.planning.plan import compare
+from cgplan.planning.difference import compare
 from cgplan.reports import render_text
 from cgplan.reports.layout import plain_text
 from cgplan.reports.plan_tables import brief, render_difference

@@ -41,7 +41,7 @@ from cgplan.errors import (
 from cgplan.graphs.wrapper import CUDAGraphOptions, CUDAGraphWrapper, GraphPool
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
 from cgplan.planning import MissReason, build_plan
-from cgplan.planning.plan import fitted
+from cgplan.planning.difference import fitted
 from cgplan.runner import runner as runner_module
 from cgplan.runner.runner import GraphRunner
 from cgplan.runner.session import CaptureSession
