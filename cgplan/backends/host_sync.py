@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from cgplan.backends.blame import blamed_line
-from cgplan.backends.context import replaced, setting, shared
+from cgplan.backends.replacing import replaced, setting, shared
 from cgplan.errors import CaptureError, HostSyncError
 
 Function = Callable[..., Any]

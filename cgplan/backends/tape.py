@@ -40,7 +40,6 @@ from cgplan.backends.backend import (
     tensor_on,
 )
 from cgplan.backends.blame import blamed_line
-from cgplan.backends.context import ALL_OTHERS, answering, replaced
 from cgplan.backends.graph_nodes import Block, GraphNodes, Launch
 from cgplan.backends.host_sync import (
     ALLOCATIONS,
@@ -58,6 +57,7 @@ from cgplan.backends.host_sync import (
     tensors_in,
     written_tensors,
 )
+from cgplan.backends.replacing import ALL_OTHERS, answering, replaced
 from cgplan.config.schema import TAPE
 from cgplan.errors import CaptureError
 

@@ -16,7 +16,8 @@ from torch.nn.utils import parametrize
 
 from cgplan.backends import GraphBackend
 from cgplan.backends.backend import autocast_cache, number_of, span
-from cgplan.backends.context import AmbientState, CaptureScope, answering, forward_context, replaced
+from cgplan.backends.context import AmbientState, CaptureScope, forward_context
+from cgplan.backends.replacing import answering, replaced
 from cgplan.buffers.batch import OutputRows
 from cgplan.buffers.static import StaticBoxes, Tensors
 from cgplan.captures.failures import explain_failure

@@ -27,8 +27,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from cgplan.backends import GraphBackend, select_backend
 from cgplan.backends.backend import captured, forget_capture, note_capture, watches
 from cgplan.backends.blame import places_of, users_lines
-from cgplan.backends.context import replaced, shared
 from cgplan.backends.graph_nodes import Launch, OperatorLog
+from cgplan.backends.replacing import replaced, shared
 from cgplan.captures.audit import (
     Owner,
     Owners,

@@ -22,7 +22,7 @@ import yaml
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from cgplan.backends.context import setting
+from cgplan.backends.replacing import setting
 from cgplan.config.load import writing
 from cgplan.drop_in.call_form import (
     CONSTANTS,

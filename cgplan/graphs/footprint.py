@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map_only
 
 from cgplan.backends.backend import number_of
 from cgplan.backends.blame import blamed_line
-from cgplan.backends.context import answering, deriving, random_state_kept, replaced, setting
+from cgplan.backends.context import deriving, random_state_kept
 from cgplan.backends.host_sync import (
     Args,
     DispatchMode,
@@ -47,6 +47,7 @@ from cgplan.backends.host_sync import (
     tensors_in,
     written_tensors,
 )
+from cgplan.backends.replacing import answering, replaced, setting
 from cgplan.errors import CaptureError, first_line
 from cgplan.graphs.fingerprint import ABSENT, Fingerprint, is_same, is_tensor
 from cgplan.graphs.put_back import PutBack

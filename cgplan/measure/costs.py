@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_map_only
 from cgplan.backends import GraphBackend, select_backend
 from cgplan.backends.backend import gc_paused
 from cgplan.backends.blame import blamed_line
-from cgplan.backends.context import CaptureScope, forward_context, replaced
+from cgplan.backends.context import CaptureScope, forward_context
 from cgplan.backends.host_sync import (
     ALLOCATIONS,
     Args,
@@ -41,6 +41,7 @@ from cgplan.backends.host_sync import (
     storages_of,
     tensors_in,
 )
+from cgplan.backends.replacing import replaced
 from cgplan.buffers.static import example_batch
 from cgplan.captures.capturer import Capturer
 from cgplan.captures.failures import drop_locals, explain_eager_failure, raise_caused

@@ -46,7 +46,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from cgplan.backends import GraphBackend, select_backend
 from cgplan.backends.backend import Trace, autocast_cache, span
 from cgplan.backends.blame import blamed_line
-from cgplan.backends.context import AmbientState, deriving, replaced
+from cgplan.backends.context import AmbientState, deriving
 from cgplan.backends.host_sync import (
     Args,
     Function,
@@ -58,6 +58,7 @@ from cgplan.backends.host_sync import (
     storages_of,
     tensors_in,
 )
+from cgplan.backends.replacing import replaced
 from cgplan.buffers.batch import alike_to, hides_tensors, never
 from cgplan.errors import (
     CaptureError,

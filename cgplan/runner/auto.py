@@ -26,7 +26,8 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from cgplan.backends import GraphBackend
-from cgplan.backends.context import AmbientState, T, random_state_kept, replaced
+from cgplan.backends.context import AmbientState, random_state_kept
+from cgplan.backends.replacing import T, replaced
 from cgplan.buffers.compare import differences
 from cgplan.buffers.static import example_batch
 from cgplan.captures.failures import drop_locals

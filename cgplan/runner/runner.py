@@ -21,7 +21,8 @@ from torch import Tensor
 
 from cgplan.backends import GraphBackend
 from cgplan.backends.backend import Trace, span
-from cgplan.backends.context import is_capture_allowed, replaced
+from cgplan.backends.context import is_capture_allowed
+from cgplan.backends.replacing import replaced
 from cgplan.buffers.batch import Batch, BatchReader, alike_to, unknown_input
 from cgplan.buffers.static import Copier
 from cgplan.captures.captured_keys import CapturedKeys

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from cgplan.backends.context import ALL_OTHERS, answering
+from cgplan.backends.replacing import ALL_OTHERS, answering
 
 HERE = __name__.partition(".")[0]
 
