@@ -40,7 +40,7 @@ from cgplan.distributed import (
     open_ranks,
 )
 from cgplan.distributed.all_reduce import GLOO_DTYPES
-from cgplan.distributed.registry import SharedMemoryTransport
+from cgplan.distributed.transports import SharedMemoryTransport
 from cgplan.errors import CgplanError, DistributedError, ModelError, RegistrationError
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
 from cgplan.piecewise.routes import SplitRoute

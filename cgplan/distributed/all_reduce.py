@@ -31,12 +31,10 @@ from cgplan.backends.host_sync import is_probing
 from cgplan.captures.model_graphs import PeerMemory
 from cgplan.config import Config, DistributedConfig
 from cgplan.distributed.ranks import Ranks, refuse_unlike
-from cgplan.distributed.registry import (
-    SUM_ALIKE,
+from cgplan.distributed.registry import SUM_ALIKE, GraphBufferRegistry, Registration
+from cgplan.distributed.transports import (
     CudaIpcTransport,
-    GraphBufferRegistry,
     MemoryTransport,
-    Registration,
     SharedMemoryTransport,
     uses_expandable_segments,
 )
