@@ -26,255 +26,8 @@ from cgplan.planning.plan import KeyCost, Plan, Predicted, build_plan, lora_case
 from cgplan.planning.vllm_log import StartLog
 from cgplan.units import counted, format_bytes, grouped
 
-MIN_BLOCK_SIZE = 512  # kMinBlockSize: sizes are rounded up to it
-SMALL_SIZE = 1 << 20  # kSmallSize: most bytes in small segments
-SMALL_BUFFER = 2 << 20  # kSmallBuffer: a small segment
-LARGE_BUFFER = 20 << 20  # kLargeBuffer, large_segment_size(): a segment between the limits
-MIN_LARGE_ALLOC = 10 << 20  # kMinLargeAlloc: from here segments fit their request
-ROUND_LARGE = 2 << 20  # kRoundLarge: ... rounded up to it
-_Block = tuple[int, int]  # size, address
-
-
-class Allocation(NamedTuple):
-    """A block that was taken or given back.
-
-    Attributes:
-        block: Unique among living blocks.
-        nbytes: Bytes asked for; None: given back.
-    """
-
-    block: int
-    nbytes: int | None
-
-
-def round_size(nbytes: int) -> int:
-    """Bytes of a request's block (``round_size``)."""
-    return max(-(-nbytes // MIN_BLOCK_SIZE), 1) * MIN_BLOCK_SIZE
-
-
-def segment_size(size: int) -> int:
-    """Bytes of a new segment (``get_allocation_size``)."""
-    if size <= SMALL_SIZE:
-        return SMALL_BUFFER
-    if size < MIN_LARGE_ALLOC:
-        return LARGE_BUFFER
-    return -(-size // ROUND_LARGE) * ROUND_LARGE
-
-
-def unit_of(pools: Iterable[int]) -> int:
-    """Bytes that these pools grow by: a segment, or 1 on the tape."""
-    return 1 if any(nbytes % ROUND_LARGE for nbytes in pools) else ROUND_LARGE
-
-
-class CachingPool:
-    """A private pool, which keeps its ``reserved`` bytes."""
-
-    def __init__(self) -> None:
-        self.reserved = 0
-        self._end = 0  # the address beyond the last segment
-        self._free: tuple[list[_Block], list[_Block]] = ([], [])
-        self._size: dict[int, int] = {}  # of free blocks by address
-        self._start: dict[int, int] = {}  # free blocks by the address beyond
-        self._taken: dict[int, _Block] = {}
-
-    def run(self, events: Iterable[Allocation]) -> None:
-        """Take and give back blocks; 0 bytes take none, unknown ones are ignored."""
-        for event in events:
-            if event.nbytes is None:
-                self._release(event.block)
-            elif event.nbytes:
-                self._allocate(event.block, round_size(event.nbytes))
-
-    def _allocate(
-        self,
-        block: int,
-        size: int,
-    ) -> None:
-        """``get_free_block``: the smallest that fits, the lowest of equals."""
-        is_small = size <= SMALL_SIZE
-        free = self._free[is_small]
-        place = bisect_left(free, (size, -1))
-        if place < len(free):
-            _, address = free[place]
-            found = self._remove(address, is_small)
-        else:
-            found = segment_size(size)
-            address = self._end
-            self.reserved += found
-            self._end += found + 1  # no neighbour of the next segment
-        rest = found - size
-        least = MIN_BLOCK_SIZE if is_small else SMALL_SIZE + 1  # should_split
-        if rest >= least:
-            self._insert(address + size, rest, is_small)
-            found = size
-        self._taken[block] = found, address
-
-    def _release(self, block: int) -> None:
-        if block not in self._taken:
-            return
-        size, address = self._taken.pop(block)
-        is_small = size <= SMALL_SIZE
-        before = self._start.get(address)
-        if before is not None:
-            size += self._remove(before, is_small)
-            address = before
-        if address + size in self._size:
-            size += self._remove(address + size, is_small)
-        self._insert(address, size, is_small)
-
-    def _insert(self, address: int, size: int, is_small: bool) -> None:
-        free = self._free[is_small]
-        insort(free, (size, address))
-        self._size[address] = size
-        self._start[address + size] = address
-
-    def _remove(
-        self,
-        address: int,
-        is_small: bool,
-    ) -> int:
-        size = self._size.pop(address)
-        del self._start[address + size]
-        free = self._free[is_small]
-        place = bisect_left(free, (size, address))
-        del free[place]
-        return size
-
-
 _CAPTURED = (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL)
 Points = list[tuple[int, int]]  # tokens, bytes
-
-
-def stand_in_notes(
-    config: Config,
-    priced: Iterable[tuple[CUDAGraphMode, bool]],
-) -> Iterator[str]:
-    """On graphs of the configuration whose (mode, has_lora) is not ``priced``."""
-    known = set(priced)
-    if not known:
-        return
-    modes = {mode for mode, _ in known}
-    others = " and ".join(str(mode) for mode in _CAPTURED if mode in modes)
-    with_lora = {case > 0 for case in lora_cases(config)}
-    planned, _ = resolve_mode(config)
-    for mode in _CAPTURED:
-        if not planned.has_mode(mode):
-            continue
-        if mode not in modes:
-            yield (
-                f"there are no figures of {mode} graphs: they are priced as {others} ones of "
-                "the same size"
-            )
-            continue
-        for has_lora in sorted(with_lora):
-            if (mode, has_lora) not in known:
-                which, instead = ("with", "without") if has_lora else ("without", "with")
-                yield (
-                    f"there are no figures of {mode} graphs {which} adapters: they are priced "
-                    f"as those {instead}"
-                )
-
-
-def widest(
-    keys: Iterable[Key],
-) -> dict[tuple[int, ...], int]:
-    """The most tokens with each ``sizes``, for which static buffers are made."""
-    found: dict[tuple[int, ...], int] = {}
-    for _, descriptor in keys:
-        most = found.get(descriptor.sizes, 0)
-        found[descriptor.sizes] = max(most, descriptor.num_tokens)
-    return found
-
-
-def static_bytes(
-    config: Config,
-    num_tokens: int,
-    sizes: tuple[int, ...] = (),
-) -> int:
-    """Exact, as ``buffers.static.StaticBuffers`` allocates them.
-
-    ``num_tokens`` is the largest capture size with ``sizes`` in the dimensions after the first.
-    """
-    reqs = min(num_tokens, config.scheduler.max_num_seqs)
-    total = 0
-    for spec in config.tensors_at(sizes).values():
-        bits = re.search(r"\d+", spec.dtype)  # bool has none
-        itemsize = int(bits[0]) // 8 if bits else 1
-        extents = [extent.size(num_tokens, reqs) for extent in spec.extents]
-        total += itemsize * math.prod(extents)
-    return total
-
-
-def representative_keys(
-    keys: Sequence[Key],
-    max_num_seqs: int,
-) -> tuple[Key, ...]:
-    """Keys whose costs tell those of the others, in capture order.
-
-    Of each mode, without and with LoRA adapters: the largest size, the largest in which every token
-    can be a request, because costs bend there, and the smallest, above 1 if possible: kernels for a
-    single row differ.
-    """
-    lanes: dict[tuple[CUDAGraphMode, bool], dict[int, Key]] = {}
-    # of the LoRA cases, the one for the most stays
-    for key in sorted(keys, key=lambda key: key[1].num_active_loras):
-        mode, descriptor = key
-        lane = mode, descriptor.has_lora
-        by_size = lanes.setdefault(lane, {})
-        by_size[descriptor.elements] = key
-    chosen: set[Key] = set()
-    for by_size in lanes.values():
-        small = min((size for size in by_size if size > 1), default=1)
-        bend = max((size for size in by_size if size <= max_num_seqs), default=small)
-        for size in (small, bend, max(by_size)):
-            chosen.add(by_size[size])
-    return tuple(key for key in keys if key in chosen)
-
-
-@dataclass(frozen=True)
-class CaseCost:
-    """What one LoRA case adds to a plan; None: not known."""
-
-    num_active_loras: int
-    graphs: int
-    bytes: int | None
-    seconds: float | None
-
-
-def case_costs(
-    plan: Plan,
-    costs: GraphCosts | None,
-) -> tuple[CaseCost, ...]:
-    """The marginal cost of each LoRA case; they do not add up, because cases share memory."""
-    if plan.max_loras is None:
-        return ()
-    whole = costs and costs.of(plan.keys)
-    found = []
-    for case in plan.lora_cases:
-        rest = [key for key in plan.keys if key[1].num_active_loras != case]
-        nbytes = None
-        seconds = None
-        if costs and whole:
-            others = costs.of(rest)
-            nbytes = whole.total_bytes - others.total_bytes
-            seconds = whole.seconds - others.seconds
-        graphs = len(plan.keys) - len(rest)
-        found.append(CaseCost(case, graphs, nbytes, seconds))
-    return tuple(found)
-
-
-def interpolate(
-    points: Sequence[tuple[int, float]],
-    at: int,
-) -> float:
-    """Linear between neighbours of ascending (tokens, value), also beyond the ends."""
-    if len(points) == 1:
-        return points[0][1]
-    place = bisect_left(points, at, key=itemgetter(0))
-    upper = min(max(place, 1), len(points) - 1)
-    left, low = points[upper - 1]
-    right, high = points[upper]
-    return low + (high - low) * (at - left) / (right - left)
 
 
 @dataclass(frozen=True)
@@ -593,6 +346,138 @@ class GraphCosts:
         return line
 
 
+def stand_in_notes(
+    config: Config,
+    priced: Iterable[tuple[CUDAGraphMode, bool]],
+) -> Iterator[str]:
+    """On graphs of the configuration whose (mode, has_lora) is not ``priced``."""
+    known = set(priced)
+    if not known:
+        return
+    modes = {mode for mode, _ in known}
+    others = " and ".join(str(mode) for mode in _CAPTURED if mode in modes)
+    with_lora = {case > 0 for case in lora_cases(config)}
+    planned, _ = resolve_mode(config)
+    for mode in _CAPTURED:
+        if not planned.has_mode(mode):
+            continue
+        if mode not in modes:
+            yield (
+                f"there are no figures of {mode} graphs: they are priced as {others} ones of "
+                "the same size"
+            )
+            continue
+        for has_lora in sorted(with_lora):
+            if (mode, has_lora) not in known:
+                which, instead = ("with", "without") if has_lora else ("without", "with")
+                yield (
+                    f"there are no figures of {mode} graphs {which} adapters: they are priced "
+                    f"as those {instead}"
+                )
+
+
+def widest(
+    keys: Iterable[Key],
+) -> dict[tuple[int, ...], int]:
+    """The most tokens with each ``sizes``, for which static buffers are made."""
+    found: dict[tuple[int, ...], int] = {}
+    for _, descriptor in keys:
+        most = found.get(descriptor.sizes, 0)
+        found[descriptor.sizes] = max(most, descriptor.num_tokens)
+    return found
+
+
+def static_bytes(
+    config: Config,
+    num_tokens: int,
+    sizes: tuple[int, ...] = (),
+) -> int:
+    """Exact, as ``buffers.static.StaticBuffers`` allocates them.
+
+    ``num_tokens`` is the largest capture size with ``sizes`` in the dimensions after the first.
+    """
+    reqs = min(num_tokens, config.scheduler.max_num_seqs)
+    total = 0
+    for spec in config.tensors_at(sizes).values():
+        bits = re.search(r"\d+", spec.dtype)  # bool has none
+        itemsize = int(bits[0]) // 8 if bits else 1
+        extents = [extent.size(num_tokens, reqs) for extent in spec.extents]
+        total += itemsize * math.prod(extents)
+    return total
+
+
+def representative_keys(
+    keys: Sequence[Key],
+    max_num_seqs: int,
+) -> tuple[Key, ...]:
+    """Keys whose costs tell those of the others, in capture order.
+
+    Of each mode, without and with LoRA adapters: the largest size, the largest in which every token
+    can be a request, because costs bend there, and the smallest, above 1 if possible: kernels for a
+    single row differ.
+    """
+    lanes: dict[tuple[CUDAGraphMode, bool], dict[int, Key]] = {}
+    # of the LoRA cases, the one for the most stays
+    for key in sorted(keys, key=lambda key: key[1].num_active_loras):
+        mode, descriptor = key
+        lane = mode, descriptor.has_lora
+        by_size = lanes.setdefault(lane, {})
+        by_size[descriptor.elements] = key
+    chosen: set[Key] = set()
+    for by_size in lanes.values():
+        small = min((size for size in by_size if size > 1), default=1)
+        bend = max((size for size in by_size if size <= max_num_seqs), default=small)
+        for size in (small, bend, max(by_size)):
+            chosen.add(by_size[size])
+    return tuple(key for key in keys if key in chosen)
+
+
+@dataclass(frozen=True)
+class CaseCost:
+    """What one LoRA case adds to a plan; None: not known."""
+
+    num_active_loras: int
+    graphs: int
+    bytes: int | None
+    seconds: float | None
+
+
+def case_costs(
+    plan: Plan,
+    costs: GraphCosts | None,
+) -> tuple[CaseCost, ...]:
+    """The marginal cost of each LoRA case; they do not add up, because cases share memory."""
+    if plan.max_loras is None:
+        return ()
+    whole = costs and costs.of(plan.keys)
+    found = []
+    for case in plan.lora_cases:
+        rest = [key for key in plan.keys if key[1].num_active_loras != case]
+        nbytes = None
+        seconds = None
+        if costs and whole:
+            others = costs.of(rest)
+            nbytes = whole.total_bytes - others.total_bytes
+            seconds = whole.seconds - others.seconds
+        graphs = len(plan.keys) - len(rest)
+        found.append(CaseCost(case, graphs, nbytes, seconds))
+    return tuple(found)
+
+
+def interpolate(
+    points: Sequence[tuple[int, float]],
+    at: int,
+) -> float:
+    """Linear between neighbours of ascending (tokens, value), also beyond the ends."""
+    if len(points) == 1:
+        return points[0][1]
+    place = bisect_left(points, at, key=itemgetter(0))
+    upper = min(max(place, 1), len(points) - 1)
+    left, low = points[upper - 1]
+    right, high = points[upper]
+    return low + (high - low) * (at - left) / (right - left)
+
+
 # One H200, driver 580, torch 2.11: driver memory of a node, and seconds of a decoder layer for each
 # kernel. Operators stand in for nodes.
 NODE_BYTES = 2 << 10
@@ -735,3 +620,118 @@ def _source(
     if note:
         parts.append(note)
     return "; ".join(parts)
+
+
+MIN_BLOCK_SIZE = 512  # kMinBlockSize: sizes are rounded up to it
+SMALL_SIZE = 1 << 20  # kSmallSize: most bytes in small segments
+SMALL_BUFFER = 2 << 20  # kSmallBuffer: a small segment
+LARGE_BUFFER = 20 << 20  # kLargeBuffer, large_segment_size(): a segment between the limits
+MIN_LARGE_ALLOC = 10 << 20  # kMinLargeAlloc: from here segments fit their request
+ROUND_LARGE = 2 << 20  # kRoundLarge: ... rounded up to it
+_Block = tuple[int, int]  # size, address
+
+
+class Allocation(NamedTuple):
+    """A block that was taken or given back.
+
+    Attributes:
+        block: Unique among living blocks.
+        nbytes: Bytes asked for; None: given back.
+    """
+
+    block: int
+    nbytes: int | None
+
+
+def round_size(nbytes: int) -> int:
+    """Bytes of a request's block (``round_size``)."""
+    return max(-(-nbytes // MIN_BLOCK_SIZE), 1) * MIN_BLOCK_SIZE
+
+
+def segment_size(size: int) -> int:
+    """Bytes of a new segment (``get_allocation_size``)."""
+    if size <= SMALL_SIZE:
+        return SMALL_BUFFER
+    if size < MIN_LARGE_ALLOC:
+        return LARGE_BUFFER
+    return -(-size // ROUND_LARGE) * ROUND_LARGE
+
+
+def unit_of(pools: Iterable[int]) -> int:
+    """Bytes that these pools grow by: a segment, or 1 on the tape."""
+    return 1 if any(nbytes % ROUND_LARGE for nbytes in pools) else ROUND_LARGE
+
+
+class CachingPool:
+    """A private pool, which keeps its ``reserved`` bytes."""
+
+    def __init__(self) -> None:
+        self.reserved = 0
+        self._end = 0  # the address beyond the last segment
+        self._free: tuple[list[_Block], list[_Block]] = ([], [])
+        self._size: dict[int, int] = {}  # of free blocks by address
+        self._start: dict[int, int] = {}  # free blocks by the address beyond
+        self._taken: dict[int, _Block] = {}
+
+    def run(self, events: Iterable[Allocation]) -> None:
+        """Take and give back blocks; 0 bytes take none, unknown ones are ignored."""
+        for event in events:
+            if event.nbytes is None:
+                self._release(event.block)
+            elif event.nbytes:
+                self._allocate(event.block, round_size(event.nbytes))
+
+    def _allocate(
+        self,
+        block: int,
+        size: int,
+    ) -> None:
+        """``get_free_block``: the smallest that fits, the lowest of equals."""
+        is_small = size <= SMALL_SIZE
+        free = self._free[is_small]
+        place = bisect_left(free, (size, -1))
+        if place < len(free):
+            _, address = free[place]
+            found = self._remove(address, is_small)
+        else:
+            found = segment_size(size)
+            address = self._end
+            self.reserved += found
+            self._end += found + 1  # no neighbour of the next segment
+        rest = found - size
+        least = MIN_BLOCK_SIZE if is_small else SMALL_SIZE + 1  # should_split
+        if rest >= least:
+            self._insert(address + size, rest, is_small)
+            found = size
+        self._taken[block] = found, address
+
+    def _release(self, block: int) -> None:
+        if block not in self._taken:
+            return
+        size, address = self._taken.pop(block)
+        is_small = size <= SMALL_SIZE
+        before = self._start.get(address)
+        if before is not None:
+            size += self._remove(before, is_small)
+            address = before
+        if address + size in self._size:
+            size += self._remove(address + size, is_small)
+        self._insert(address, size, is_small)
+
+    def _insert(self, address: int, size: int, is_small: bool) -> None:
+        free = self._free[is_small]
+        insort(free, (size, address))
+        self._size[address] = size
+        self._start[address + size] = address
+
+    def _remove(
+        self,
+        address: int,
+        is_small: bool,
+    ) -> int:
+        size = self._size.pop(address)
+        del self._start[address + size]
+        free = self._free[is_small]
+        place = bisect_left(free, (size, address))
+        del free[place]
+        return size

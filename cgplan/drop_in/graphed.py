@@ -42,171 +42,94 @@ from cgplan.reports.records import CaptureReport
 from cgplan.runner.runner import GraphRunner
 from cgplan.units import counted
 
-_OF_GRAPHED = {
-    "capture_policy",
-    "strict",
-    "ignore",
-    "verify",
-    "address_check",
-}
 
-
-class Name(str):
-    """The name of a tensor, in its place."""
-
-
-def as_called(
-    target: str,
-    call: Mapping[str, Any],
-    kwargs: Mapping[str, Any] = MappingProxyType({}),
-) -> nn.Module:
-    """The model with tensors by name. ``call``: constants, lists, mappings, `{$tuple: [...]}`, and
-    `$name` for a tensor.
-    """
-    model = load_model(target, kwargs, device=torch.get_default_device())
-    marks = dict[str, Tensor]()
-
-    def filled(value: Any) -> Any:
-        if isinstance(value, str) and value.startswith("$"):
-            return marks.setdefault(value[1:], torch.empty(0))
-        if isinstance(value, list):
-            return [filled(item) for item in value]
-        if not isinstance(value, dict):
-            return value
-        items = {name: filled(item) for name, item in value.items()}
-        return tuple(items["$tuple"]) if items.keys() == {"$tuple"} else items
-
-    signature = inspect.signature(getattr(model, "forward", model))
-    arguments = OrderedDict((name, filled(value)) for name, value in call.items())
-    given = inspect.BoundArguments(signature, arguments)
-    form, ordered = call_form(given.args, given.kwargs)
-    made = ByName(
-        model,
-        len(given.args),
-        given.kwargs,
-        tuple(form),
-    )
-    name_of = {id(mark): name for name, mark in marks.items()}
-    made.names = tuple(name_of[id(tensor)] for tensor in ordered)
-    return made
-
-
-def written(
-    value: Any,
-    path: str,
+def graphed(
+    model: Callable[..., Any] | EllipsisType = ...,
+    *,
+    sizes: Sequence[int] | str | None = None,
+    max_size: int | None = None,
+    example: Tensor | Sequence[Any] | Mapping[str, Any] | None = None,
+    dynamic: Mapping[str, Mapping[int, Any]] | None = None,
+    pad: Mapping[str, float] | None = None,
+    max_graphs: int = 16,
+    device: str | torch.device | None = None,
+    compilation: Mapping[str, Any] | None = None,
+    outputs: Literal["clone", "borrow"] = "clone",
+    verify: Literal["off", "first", "rarely", "always"] = "rarely",
+    strict: bool = False,
+    ignore: Sequence[str] = (),
+    grad: Literal["recompute"] | None = None,
+    **others: Never,
 ) -> Any:
-    """As ``as_called`` reads it. Raises ConfigError where YAML has no form for it."""
-    kind = type(value)
-    if isinstance(value, Name):
-        return f"${value}"
-    if kind in (list, tuple):
-        items = [written(item, f"{path}.{at}") for at, item in enumerate(value)]
-        return items if kind is list else {"$tuple": items}
-    if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
-        return {key: written(item, f"{path}.{key}") for key, item in value.items()}
-    if kind in CONSTANTS and not str(value).startswith("$"):
-        return value
-    raise ConfigError(
-        f"argument {path} is {value!r:.80}, of {kind.__name__}, which a YAML file cannot hold",
-        remedy="`graphed` a function that makes the argument itself, as `cgplan examples copy "
-        "transformers_qwen3_0_6b` does with a static cache.",
+    """Runs a model or a function of tensors by captured graphs; also a decorator.
+
+        g = cgplan.graphed(model, sizes=[1, 4, 16])
+        y = g(x)
+
+    A call returns what the model returns, within rounding. A kind's first two calls run the model's
+    own code, the third captures. If weights move, the next call captures again.
+
+    Arguments may be tensors, numbers, text, None, and pytrees and dataclasses of them. All but
+    tensors are part of the kind: pass the same cache object in each call.
+
+    Args:
+        model: Absent: a decorator is returned. Of a method, each object has its own graphs.
+        sizes: Capture sizes, or a ladder's name; absent: powers of two.
+        max_size: A larger batch runs eagerly. Absent: that of ``sizes``, or graphs grow with the
+            batches.
+        example: Arguments of one call, for ``warm_up``: a tensor, a sequence, or a mapping by name.
+        dynamic: Dimensions that vary, by input; parts of an argument are named ``obs.position``:
+            ``{"x": {0: cgplan.Dim("batch", max=64), 1: "length"}}``. ``{}``: none. Absent:
+            dimension 0 of the inputs that agree in it.
+        pad: Harmless values of padding by input. Absent: copies of a row, or 0.
+        max_graphs: Most graphs held; the least used go.
+        device: Absent: the model's, or that of the tensors.
+        compilation: More settings. ``capture_policy: eager``: the first call warms up.
+        outputs: ``borrow``: valid until the next call; ``clone``: the caller's.
+        verify: Replays that are compared with the model's own code, at its time and memory:
+            ``off``, ``first``, ``rarely`` (1, 2, 4, 8, ...), ``always``.
+        strict: Raise where a graph cannot be captured or differs.
+        ignore: Paths of the model's Python values that decide nothing, such as ``model.calls``;
+            ``*`` is one part. Arguments that change always count.
+        grad: ``recompute``: backward runs the model's own code. Absent: it raises GradientError.
+
+    Raises ConfigError for a wrong setting, ModelError for no model. Calls raise what the model
+    raises; with ``strict`` CaptureError and NumbersError, too.
+    """
+    refuse_others(graphed, others, "Settings of YAML belong into `compilation`.")
+    settings = Settings(
+        sizes=sizes,
+        max_size=max_size,
+        dynamic=dynamic,
+        pad=pad,
+        max_graphs=max_graphs,
+        device=device,
+        compilation=compilation,
+        outputs=outputs,
+        verify=verify,
+        strict=strict,
+        ignore=ignore,
+        grad=grad,
     )
-
-
-def target_of(model: object) -> str | None:
-    kind = type(model)
-    found = getattr(sys.modules[kind.__module__], kind.__qualname__, None)
-    if found is not kind or kind.__module__ == "__main__":
-        return None
-    if not isinstance(model, nn.Module):
-        return None
-    if kind.__init__ is not nn.Module.__init__ and inspect.signature(kind).parameters:
-        return None
-    return f"{kind.__module__}:{kind.__qualname__}"
-
-
-def config_text(
-    kind: Kind,
-    signature: inspect.Signature,
-    target: str | None,
-    kwargs: Mapping[str, Any] | None,
-) -> str:
-    tail = kind.form[-1]
-    if tail.autocast:
+    if isinstance(example, Tensor):
+        example = (example,)
+    if example is not None and not isinstance(example, Sequence | Mapping):
         raise ConfigError(
-            "calls were made under torch.autocast, which a file cannot hold",
-            remedy="Enter torch.autocast in the model's forward, and call it outside.",
+            f"the example is a {type(example).__name__}",
+            remedy="Give the arguments of one call: a tensor, a sequence, or a mapping by name.",
         )
-    assert kind.runner is not None
-    config = kind.runner.config
-    values = config.model_dump(
-        mode="json",
-        exclude_defaults=True,
-        exclude={
-            "dims": {"__all__": {"name"}},
-            "compilation": _OF_GRAPHED,
-        },
-    )
-    values["device"] = "auto"
-    made_by = dict[str, Any]()
-    if target:
-        made_by["target"] = target
-    if kwargs:
-        made_by["kwargs"] = dict(kwargs)
-    args, keywords = kind.forward.arguments(map(Name, kind.specs))
-    call = arguments_by_name(signature, args, keywords)
-    key = "model.target"
-    if list(call.items()) != [(name, name) for name in kind.specs]:
-        if target is not None:
-            file = target.partition(":")[0]
-            if file.endswith(".py"):
-                made_by["target"] = str(Path(target).resolve())
-        made_by["call"] = {name: written(value, name) for name, value in call.items()}
-        made_by = {"target": "cgplan.drop_in:as_called", "kwargs": made_by}
-        key = "model.kwargs.target"
-    values["model"] = made_by | values.get("model", {})
-    notes = ["Written by cgplan, which saw calls of this kind:", *kind.notes]
-    for name in sorted(kind.grows):
-        notes.append(f"To correct: dims.{name}.max, a guess from calls")
-    if target is None:
-        notes.append(
-            f"To fill in: {key}, a function that returns the model, such as my_model.py:build"
-        )
-    text = "".join(f"# {note}\n" for note in notes)
-    return text + yaml.safe_dump(
-        values,
-        sort_keys=False,
-        default_flow_style=None,
-        width=110,
-    )
 
+    def made(model: Callable[..., Any]) -> Graphed:
+        refuse_no_model(model)
+        kind: Any = GraphedModule if isinstance(model, nn.Module) else Graphed
+        g: Graphed = kind(model, settings)
+        if isinstance(example, Mapping):
+            g.warm_up(**example)
+        elif example is not None:
+            g.warm_up(*example)
+        return g
 
-_MOST_CACHES = 8
-_NEW_TOKENS = 20  # of transformers' generate, without a setting
-# its settings that need another cache, or return it
-_OTHER_CACHES = (
-    *CACHE_ARGUMENTS,
-    "cache_implementation",
-    "assistant_model",
-    "prompt_lookup_num_tokens",
-    "custom_generate",
-    "return_dict_in_generate",
-)
-
-
-class _OfMethod:
-    __graph_memory__ = True
-
-    def __init__(self) -> None:
-        self.made: Graphed | None = None
-
-    def __reduce__(self) -> Any:
-        return _OfMethod, ()
-
-
-def _forward(graphs: weakref.ref[Graphed], *args: Any, **kwargs: Any) -> Any:
-    # the bound method would keep its object
-    return Graphed.forward(cast(Graphed, graphs()), *args, **kwargs)
+    return made if model is ... else made(model)
 
 
 class Graphed:
@@ -533,93 +456,32 @@ class GraphedModule(Graphed, nn.Module):
         return self._module.load_state_dict(*args, **kwargs)
 
 
-def graphed(
-    model: Callable[..., Any] | EllipsisType = ...,
-    *,
-    sizes: Sequence[int] | str | None = None,
-    max_size: int | None = None,
-    example: Tensor | Sequence[Any] | Mapping[str, Any] | None = None,
-    dynamic: Mapping[str, Mapping[int, Any]] | None = None,
-    pad: Mapping[str, float] | None = None,
-    max_graphs: int = 16,
-    device: str | torch.device | None = None,
-    compilation: Mapping[str, Any] | None = None,
-    outputs: Literal["clone", "borrow"] = "clone",
-    verify: Literal["off", "first", "rarely", "always"] = "rarely",
-    strict: bool = False,
-    ignore: Sequence[str] = (),
-    grad: Literal["recompute"] | None = None,
-    **others: Never,
-) -> Any:
-    """Runs a model or a function of tensors by captured graphs; also a decorator.
+class _OfMethod:
+    __graph_memory__ = True
 
-        g = cgplan.graphed(model, sizes=[1, 4, 16])
-        y = g(x)
+    def __init__(self) -> None:
+        self.made: Graphed | None = None
 
-    A call returns what the model returns, within rounding. A kind's first two calls run the model's
-    own code, the third captures. If weights move, the next call captures again.
+    def __reduce__(self) -> Any:
+        return _OfMethod, ()
 
-    Arguments may be tensors, numbers, text, None, and pytrees and dataclasses of them. All but
-    tensors are part of the kind: pass the same cache object in each call.
 
-    Args:
-        model: Absent: a decorator is returned. Of a method, each object has its own graphs.
-        sizes: Capture sizes, or a ladder's name; absent: powers of two.
-        max_size: A larger batch runs eagerly. Absent: that of ``sizes``, or graphs grow with the
-            batches.
-        example: Arguments of one call, for ``warm_up``: a tensor, a sequence, or a mapping by name.
-        dynamic: Dimensions that vary, by input; parts of an argument are named ``obs.position``:
-            ``{"x": {0: cgplan.Dim("batch", max=64), 1: "length"}}``. ``{}``: none. Absent:
-            dimension 0 of the inputs that agree in it.
-        pad: Harmless values of padding by input. Absent: copies of a row, or 0.
-        max_graphs: Most graphs held; the least used go.
-        device: Absent: the model's, or that of the tensors.
-        compilation: More settings. ``capture_policy: eager``: the first call warms up.
-        outputs: ``borrow``: valid until the next call; ``clone``: the caller's.
-        verify: Replays that are compared with the model's own code, at its time and memory:
-            ``off``, ``first``, ``rarely`` (1, 2, 4, 8, ...), ``always``.
-        strict: Raise where a graph cannot be captured or differs.
-        ignore: Paths of the model's Python values that decide nothing, such as ``model.calls``;
-            ``*`` is one part. Arguments that change always count.
-        grad: ``recompute``: backward runs the model's own code. Absent: it raises GradientError.
+def _forward(graphs: weakref.ref[Graphed], *args: Any, **kwargs: Any) -> Any:
+    # the bound method would keep its object
+    return Graphed.forward(cast(Graphed, graphs()), *args, **kwargs)
 
-    Raises ConfigError for a wrong setting, ModelError for no model. Calls raise what the model
-    raises; with ``strict`` CaptureError and NumbersError, too.
-    """
-    refuse_others(graphed, others, "Settings of YAML belong into `compilation`.")
-    settings = Settings(
-        sizes=sizes,
-        max_size=max_size,
-        dynamic=dynamic,
-        pad=pad,
-        max_graphs=max_graphs,
-        device=device,
-        compilation=compilation,
-        outputs=outputs,
-        verify=verify,
-        strict=strict,
-        ignore=ignore,
-        grad=grad,
-    )
-    if isinstance(example, Tensor):
-        example = (example,)
-    if example is not None and not isinstance(example, Sequence | Mapping):
-        raise ConfigError(
-            f"the example is a {type(example).__name__}",
-            remedy="Give the arguments of one call: a tensor, a sequence, or a mapping by name.",
-        )
 
-    def made(model: Callable[..., Any]) -> Graphed:
-        refuse_no_model(model)
-        kind: Any = GraphedModule if isinstance(model, nn.Module) else Graphed
-        g: Graphed = kind(model, settings)
-        if isinstance(example, Mapping):
-            g.warm_up(**example)
-        elif example is not None:
-            g.warm_up(*example)
-        return g
-
-    return made if model is ... else made(model)
+_MOST_CACHES = 8
+_NEW_TOKENS = 20  # of transformers' generate, without a setting
+# its settings that need another cache, or return it
+_OTHER_CACHES = (
+    *CACHE_ARGUMENTS,
+    "cache_implementation",
+    "assistant_model",
+    "prompt_lookup_num_tokens",
+    "custom_generate",
+    "return_dict_in_generate",
+)
 
 
 def graphed_generate(
@@ -799,3 +661,142 @@ class _Generate:
         self._caches[key] = cache  # the last one used
         cache.reset()
         return cache
+
+
+_OF_GRAPHED = {
+    "capture_policy",
+    "strict",
+    "ignore",
+    "verify",
+    "address_check",
+}
+
+
+class Name(str):
+    """The name of a tensor, in its place."""
+
+
+def as_called(
+    target: str,
+    call: Mapping[str, Any],
+    kwargs: Mapping[str, Any] = MappingProxyType({}),
+) -> nn.Module:
+    """The model with tensors by name. ``call``: constants, lists, mappings, `{$tuple: [...]}`, and
+    `$name` for a tensor.
+    """
+    model = load_model(target, kwargs, device=torch.get_default_device())
+    marks = dict[str, Tensor]()
+
+    def filled(value: Any) -> Any:
+        if isinstance(value, str) and value.startswith("$"):
+            return marks.setdefault(value[1:], torch.empty(0))
+        if isinstance(value, list):
+            return [filled(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        items = {name: filled(item) for name, item in value.items()}
+        return tuple(items["$tuple"]) if items.keys() == {"$tuple"} else items
+
+    signature = inspect.signature(getattr(model, "forward", model))
+    arguments = OrderedDict((name, filled(value)) for name, value in call.items())
+    given = inspect.BoundArguments(signature, arguments)
+    form, ordered = call_form(given.args, given.kwargs)
+    made = ByName(
+        model,
+        len(given.args),
+        given.kwargs,
+        tuple(form),
+    )
+    name_of = {id(mark): name for name, mark in marks.items()}
+    made.names = tuple(name_of[id(tensor)] for tensor in ordered)
+    return made
+
+
+def written(
+    value: Any,
+    path: str,
+) -> Any:
+    """As ``as_called`` reads it. Raises ConfigError where YAML has no form for it."""
+    kind = type(value)
+    if isinstance(value, Name):
+        return f"${value}"
+    if kind in (list, tuple):
+        items = [written(item, f"{path}.{at}") for at, item in enumerate(value)]
+        return items if kind is list else {"$tuple": items}
+    if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
+        return {key: written(item, f"{path}.{key}") for key, item in value.items()}
+    if kind in CONSTANTS and not str(value).startswith("$"):
+        return value
+    raise ConfigError(
+        f"argument {path} is {value!r:.80}, of {kind.__name__}, which a YAML file cannot hold",
+        remedy="`graphed` a function that makes the argument itself, as `cgplan examples copy "
+        "transformers_qwen3_0_6b` does with a static cache.",
+    )
+
+
+def target_of(model: object) -> str | None:
+    kind = type(model)
+    found = getattr(sys.modules[kind.__module__], kind.__qualname__, None)
+    if found is not kind or kind.__module__ == "__main__":
+        return None
+    if not isinstance(model, nn.Module):
+        return None
+    if kind.__init__ is not nn.Module.__init__ and inspect.signature(kind).parameters:
+        return None
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def config_text(
+    kind: Kind,
+    signature: inspect.Signature,
+    target: str | None,
+    kwargs: Mapping[str, Any] | None,
+) -> str:
+    tail = kind.form[-1]
+    if tail.autocast:
+        raise ConfigError(
+            "calls were made under torch.autocast, which a file cannot hold",
+            remedy="Enter torch.autocast in the model's forward, and call it outside.",
+        )
+    assert kind.runner is not None
+    config = kind.runner.config
+    values = config.model_dump(
+        mode="json",
+        exclude_defaults=True,
+        exclude={
+            "dims": {"__all__": {"name"}},
+            "compilation": _OF_GRAPHED,
+        },
+    )
+    values["device"] = "auto"
+    made_by = dict[str, Any]()
+    if target:
+        made_by["target"] = target
+    if kwargs:
+        made_by["kwargs"] = dict(kwargs)
+    args, keywords = kind.forward.arguments(map(Name, kind.specs))
+    call = arguments_by_name(signature, args, keywords)
+    key = "model.target"
+    if list(call.items()) != [(name, name) for name in kind.specs]:
+        if target is not None:
+            file = target.partition(":")[0]
+            if file.endswith(".py"):
+                made_by["target"] = str(Path(target).resolve())
+        made_by["call"] = {name: written(value, name) for name, value in call.items()}
+        made_by = {"target": "cgplan.drop_in:as_called", "kwargs": made_by}
+        key = "model.kwargs.target"
+    values["model"] = made_by | values.get("model", {})
+    notes = ["Written by cgplan, which saw calls of this kind:", *kind.notes]
+    for name in sorted(kind.grows):
+        notes.append(f"To correct: dims.{name}.max, a guess from calls")
+    if target is None:
+        notes.append(
+            f"To fill in: {key}, a function that returns the model, such as my_model.py:build"
+        )
+    text = "".join(f"# {note}\n" for note in notes)
+    return text + yaml.safe_dump(
+        values,
+        sort_keys=False,
+        default_flow_style=None,
+        width=110,
+    )
