@@ -569,8 +569,8 @@ def _sources(
     plan: Plan,
     replicas: int,
 ) -> list[tuple[Source, float]]:
-    from cgplan.traffic.files import read_traffic, synthetic_requests
-    from cgplan.traffic.simulation import RequestTrace
+    from cgplan.traffic.files import read_traffic
+    from cgplan.traffic.simulation import RequestTrace, synthetic_requests
 
     rate = config.traffic.request_rate if config.traffic else None
     servers = 1 if config.distributed.data_parallel_sync else replicas

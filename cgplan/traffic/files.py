@@ -1,4 +1,4 @@
-"""Traffic from files, whose text tells their form, and made up from a few figures.
+"""Traffic from files, whose text tells their form.
 
 Histograms, logs and saved traffic hold steps; traces hold requests for ``simulate``. Rows of
 CSV or JSON lines are typed; errors name file, line, column and the cell.
@@ -21,21 +21,17 @@ from http.client import HTTPException
 from itertools import chain, takewhile
 from operator import le
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, Field, TypeAdapter, ValidationError, create_model
 
 from cgplan.config import Dim, load
-from cgplan.config.schema import Record, TrafficConfig
+from cgplan.config.schema import Record
 from cgplan.errors import CgplanError, TrafficError, did_you_mean
 from cgplan.modes import RUNTIME_MODES, CUDAGraphMode
 from cgplan.planning import Plan
 from cgplan.traffic.histogram import MOST_BATCHED_TOKENS, SizeCounts, StepShape, Traffic
-from cgplan.traffic.simulation import NO_ADAPTER, Request, RequestTrace
-
-if TYPE_CHECKING:
-    import numpy as np
-
+from cgplan.traffic.simulation import NO_ADAPTER, Request, RequestTrace, poisson_arrivals
 
 LOG_LINE = re.compile(r"\b(DEBUG|INFO|WARNING|ERROR)\b")
 _FILLED = re.compile(r"\S")
@@ -333,7 +329,6 @@ def json_rows(
             yield where, tuple(entry), list(entry.values())
 
 
-_P95_DEVIATIONS = 1.6448536269514722
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MORE_LORAS = (
     "Plan with a `lora` section, such as `lora: {max_loras: 4}`, or a larger number; with --vllm "
@@ -570,36 +565,6 @@ def read_sizes(path: str | Path, dims: Sequence[Dim], plan: Plan) -> SizeCounts:
             remedy="Give traffic with such a batch, or raise max in `dims`.",
         )
     return SizeCounts(names, dict(sorted(counts.items())), beyond, path.name)
-
-
-def synthetic_requests(made: TrafficConfig, plan: Plan) -> RequestTrace:
-    """Requests made up from the `traffic` section of a configuration; equal seeds give equal
-    requests.
-
-    They arrive as a Poisson process. Lengths are lognormal with the given median and 95th
-    percentile, rounded, between 1 and 2^20 tokens. All draws are independent.
-    """
-    import numpy as np
-
-    rng = np.random.default_rng(made.seed)
-    number = made.num_requests
-
-    def lengths(median: int, p95: int) -> list[int]:
-        deviation = math.log(p95 / median) / _P95_DEVIATIONS
-        drawn = np.rint(rng.lognormal(math.log(median), deviation, number))
-        return list(map(int, np.clip(drawn, 1, MOST_BATCHED_TOKENS)))
-
-    arrivals = _poisson(made.request_rate, number, rng)
-    prompts = lengths(made.prompt_median, made.prompt_p95)
-    outputs = lengths(made.output_median, made.output_p95)
-    adapters = [NO_ADAPTER] * number
-    if made.lora_share > 0 and plan.max_loras:
-        chosen = rng.integers(made.num_adapters or plan.max_loras, size=number)
-        adapters = np.where(rng.random(number) < made.lora_share, chosen, NO_ADAPTER).tolist()
-    return RequestTrace(
-        list(map(Request, arrivals, prompts, outputs, adapters)),
-        f"synthetic: {number} requests, {made.request_rate:g} a second, seed {made.seed}",
-    )
 
 
 def _read(path: str | Path) -> tuple[str, Path]:
@@ -945,7 +910,7 @@ def _run_requests(
             times = [0.0] * number
             how = "all at once"
             if rate != math.inf:
-                times = _poisson(rate, number)
+                times = poisson_arrivals(rate, number)
                 how = f"as a Poisson process of {rate:.4g} a second"
             said[f"the benchmark has no start_times: requests come {how}"] = None
         for time, prompt, generated in zip(times, run.input_lens, run.output_lens, strict=True):
@@ -968,7 +933,7 @@ def _conversations(
         )
     raw = list(json_rows(text, path, TrafficError, "Give the file as it was published."))
     requests = []
-    arrivals = _poisson(request_rate, len(raw))
+    arrivals = poisson_arrivals(request_rate, len(raw))
     for (where, row), arrival in zip(SHAREGPT.read(raw), arrivals, strict=True):
         if len(row.conversations) >= 2:
             prompt, answer = (math.ceil(len(turn.value) / 4) for turn in row.conversations[:2])
@@ -988,14 +953,3 @@ def _conversations(
 
 def _request_row(arrival: float, prompt: int, generated: int) -> _RequestRow:
     return _RequestRow(arrival=arrival, context_tokens=prompt, generated_tokens=generated)
-
-
-def _poisson(
-    request_rate: float,
-    number: int,
-    rng: np.random.Generator | None = None,
-) -> list[float]:
-    import numpy as np  # takes longer than all of planning, and most commands do without
-
-    times = (rng or np.random.default_rng(0)).exponential(1e6 / request_rate, number)
-    return list(map(float, np.cumsum(times)))

@@ -1,5 +1,5 @@
 """From requests to steps: a discrete-event simulation of continuous batching with chunked
-prefill.
+prefill; and requests made up from a few figures.
 """
 
 from __future__ import annotations
@@ -11,12 +11,16 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from cgplan.config.schema import TrafficConfig
 from cgplan.errors import TrafficError
 from cgplan.planning import Plan
-from cgplan.traffic.histogram import Percentiles, Service, StepShape, Traffic
+from cgplan.traffic.histogram import MOST_BATCHED_TOKENS, Percentiles, Service, StepShape, Traffic
 from cgplan.units import counted
+
+if TYPE_CHECKING:
+    import numpy as np
 
 NO_ADAPTER = -1
 NEVER = 1 << 100  # nanoseconds, or steps
@@ -24,6 +28,7 @@ ARRIVAL = attrgetter("arrival_us")
 LOAD = attrgetter("load")
 WAITING = attrgetter("waiting")
 ROUNDING = 1e-9  # tokens and steps, of products of accepted tokens
+_P95_DEVIATIONS = 1.6448536269514722
 _Shape = tuple[int, int, bool, int]  # as StepShape, which takes longer to make
 StepTime = Callable[[StepShape], float]  # shape of a step -> microseconds
 
@@ -162,8 +167,10 @@ def simulate(
             f"{trace.source}: there is no request with a prompt",
             remedy="Give at least one request.",
         )
-    tokens = [request.context_tokens + request.generated_tokens for request in trace.requests]
-    largest = max(tokens)
+    largest = 0
+    for request in trace.requests:
+        tokens = request.context_tokens + request.generated_tokens
+        largest = max(largest, tokens)
     if bounds.kv_tokens is not None and largest + bounds.query_len > bounds.kv_tokens:
         raise TrafficError(
             f"{trace.source}: a request of {largest} tokens does not fit into a KV cache of "
@@ -416,9 +423,13 @@ class _Engine:
     def __init__(self, bounds: SchedulerBounds, requests: Sequence[Request]) -> None:
         came = [round(request.arrival_us * 1000) for request in requests]
         order = sorted(range(len(came)), key=came.__getitem__)
-        ordered = [requests[index] for index in order]
+        ordered = []
+        self.wanted = []
+        for index in order:
+            request = requests[index]
+            ordered.append(request)
+            self.wanted.append(max(request.generated_tokens, 1))
         self.times = sorted(came)
-        self.wanted = [max(request.generated_tokens, 1) for request in ordered]
         self.came = 0
         self.bounds = bounds
         self.ranks = []
@@ -517,7 +528,10 @@ class _Engine:
         ]
 
     def service(self, lasted: int) -> Service:
-        decodes = [ran for shape, ran in self.steps.items() if shape[2]]
+        decodes = []
+        for shape, ran in self.steps.items():
+            if shape[2]:
+                decodes.append(ran)
         ttft = []
         tpot = []
         for rank in self.ranks:
@@ -537,3 +551,51 @@ class _Engine:
             tokens_per_s=sum(self.wanted) / lasted * 1e9,
             preempted=sum(rank.preempted for rank in self.ranks),
         )
+
+
+def synthetic_requests(made: TrafficConfig, plan: Plan) -> RequestTrace:
+    """Requests made up from the `traffic` section of a configuration; equal seeds give equal
+    requests.
+
+    They arrive as a Poisson process. Lengths are lognormal with the given median and 95th
+    percentile, rounded, between 1 and 2^20 tokens. All draws are independent.
+    """
+    import numpy as np
+
+    rng = np.random.default_rng(made.seed)
+    number = made.num_requests
+
+    def lengths(median: int, p95: int) -> list[int]:
+        deviation = math.log(p95 / median) / _P95_DEVIATIONS
+        drawn = rng.lognormal(math.log(median), deviation, number)
+        allowed = np.clip(np.rint(drawn), 1, MOST_BATCHED_TOKENS)
+        return list(map(int, allowed))
+
+    arrivals = poisson_arrivals(made.request_rate, number, rng)
+    prompts = lengths(made.prompt_median, made.prompt_p95)
+    outputs = lengths(made.output_median, made.output_p95)
+    adapters = [NO_ADAPTER] * number
+    if made.lora_share > 0 and plan.max_loras:
+        chosen = rng.integers(made.num_adapters or plan.max_loras, size=number)
+        is_adapted = rng.random(number) < made.lora_share
+        adapters = np.where(is_adapted, chosen, NO_ADAPTER).tolist()
+    requests = list(map(Request, arrivals, prompts, outputs, adapters))
+    rate = f"{made.request_rate:g} a second"
+    return RequestTrace(
+        requests,
+        source=f"synthetic: {number} requests, {rate}, seed {made.seed}",
+    )
+
+
+def poisson_arrivals(
+    request_rate: float,
+    number: int,
+    rng: np.random.Generator | None = None,
+) -> list[float]:
+    import numpy as np  # takes longer than all of planning, and most commands do without
+
+    if rng is None:
+        rng = np.random.default_rng(0)
+    gaps = rng.exponential(1e6 / request_rate, number)
+    times = np.cumsum(gaps)
+    return list(map(float, times))

@@ -23,9 +23,9 @@ from cgplan.optimizer.propose import PlanInputs, plan_graphs
 from cgplan.planning import LADDERS, build_plan
 from cgplan.pricing import GraphCosts, MeasuredKey
 from cgplan.reports import load_report
-from cgplan.traffic.files import read_traffic, synthetic_requests
+from cgplan.traffic.files import read_traffic
 from cgplan.traffic.histogram import StepShape, Traffic
-from cgplan.traffic.simulation import SchedulerBounds, simulate
+from cgplan.traffic.simulation import SchedulerBounds, simulate, synthetic_requests
 from cgplan.traffic.step_times import StepTimes
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,9 @@ from hypothesis import strategies as st
 from cgplan.config import Config, Dim
 from cgplan.errors import TrafficError
 from cgplan.planning import build_plan
-from cgplan.traffic.files import FORMS, read_sizes, read_traffic, synthetic_requests
+from cgplan.traffic.files import FORMS, read_sizes, read_traffic
 from cgplan.traffic.histogram import StepShape, Traffic
-from cgplan.traffic.simulation import NO_ADAPTER, Request, RequestTrace
+from cgplan.traffic.simulation import Request, RequestTrace
 
 DATA = Path(__file__).parents[1] / "data"
 AZURE = DATA / "azure_llm_code_2023.csv"
@@ -670,54 +669,6 @@ def test_steps_cannot_be_sped_up(refused: Any) -> None:
     refused(
         "num_tokens,count\n1,1\n", None, "cannot be sped up", "Leave the speedup out", speedup=2
     )
-
-
-# --- requests that are made up ---------------------------------------------------------------------------------
-
-
-def made_up(lora: Any = None, **section: Any) -> RequestTrace:
-    config = Config.model_validate({"traffic": MADE | section, "lora": lora})
-    assert config.traffic is not None
-    return synthetic_requests(config.traffic, build_plan(config))
-
-
-MADE = {"request_rate": 20, "num_requests": 4000, "prompt_median": 400, "prompt_p95": 2000}
-MADE |= {"output_median": 50, "output_p95": 200}
-
-
-def test_synthetic_requests_have_the_lengths_and_the_rate_that_were_asked_for() -> None:
-    trace = made_up()
-    assert trace.source == "synthetic: 4000 requests, 20 a second, seed 0"
-    prompts, outputs = (sorted(request[i] for request in trace.requests) for i in (1, 2))
-    for lengths, median, p95 in ((prompts, 400, 2000), (outputs, 50, 200)):
-        assert lengths[2000] == pytest.approx(median, rel=0.1)
-        assert lengths[3800] == pytest.approx(p95, rel=0.1)
-    assert trace.requests[-1].arrival_us == pytest.approx(4000 / 20 * 1e6, rel=0.1)
-    gaps = [b.arrival_us - a.arrival_us for a, b in pairwise(trace.requests)]
-    above_mean = sum(gap > 1e6 / 20 for gap in gaps) / len(gaps)
-    assert above_mean == pytest.approx(0.368, abs=0.03), (
-        "1 / e of exponential times are above their mean"
-    )
-
-
-def test_equal_seeds_give_equal_requests() -> None:
-    first, again, other = (made_up(seed=seed) for seed in (1, 1, 2))
-    assert first == again
-    assert first.requests != other.requests
-
-
-@pytest.mark.parametrize(
-    ("share", "adapters"),
-    [
-        ({"lora_share": 0.5}, {NO_ADAPTER, 0, 1, 2}),
-        ({"lora_share": 1, "num_adapters": 1}, {0}),
-        ({}, {NO_ADAPTER}),
-    ],
-)
-def test_synthetic_requests_use_adapters(share: dict[str, Any], adapters: set[int]) -> None:
-    assert {
-        request.adapter for request in made_up(lora={"max_loras": 3}, **share).requests
-    } == adapters
 
 
 # --- logs of vLLM -----------------------------------------------------------------------------------------------
