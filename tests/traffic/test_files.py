@@ -1,4 +1,4 @@
-"""Traffic from files: each form, guesses on the way, and the errors of bad files; requests that are made up."""
+"""Traffic from files: each form, guesses on the way, and the errors of bad files."""
 
 from __future__ import annotations
 
