@@ -17,62 +17,6 @@ from cgplan.backends.replacing import T, setting
 from cgplan.errors import CaptureError, CgplanError, SealedError
 from cgplan.modes import RUNTIME_MODES, BatchDescriptor, CUDAGraphMode
 
-AddressPolicy = Literal["off", "first", "always"]
-_OPERATORS = torch.library.Library("cgplan", "FRAGMENT")
-_bodies: dict[str, Callable[..., Any]] = {}
-
-
-def define_operator(schema: str, body: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """For good; a second call exchanges the body."""
-    name = schema.partition("(")[0]
-    is_new = name not in _bodies
-    _bodies[name] = body
-    if is_new:
-        _OPERATORS.define(schema)
-        for key in ("CPU", "CUDA"):
-            _OPERATORS.impl(name, lambda *given: _bodies[name](*given), key)
-        torch.library.register_fake(f"cgplan::{name}", fake, lib=_OPERATORS)
-
-
-@dataclass(slots=True)
-class CaptureScope:
-    """What a session lends to graph wrappers inside a model.
-
-    Attributes:
-        is_open: False in a sealed runner: wrappers must not capture.
-        entries: Captured since they were last taken.
-        wrappers: A set, in order; they may outlive the scope, their graphs must not.
-        mark: Entries hold it in place of the scope, which would keep graphs.
-    """
-
-    pool: Any
-    backend: Any = None
-    is_open: bool = True
-    entries: list[Any] = field(default_factory=list)
-    wrappers: dict[Any, None] = field(default_factory=dict)
-    address_check: AddressPolicy | None = None
-    mark: object = field(default_factory=object, repr=False)
-
-
-@dataclass(eq=False)
-class WatchedMetadata(Mapping[str, Any]):
-    """Metadata that notes the names read while ``counts()`` is true."""
-
-    metadata: Mapping[str, Any]
-    counts: Callable[[], bool]
-    read: set[str] = field(default_factory=set)
-
-    def __getitem__(self, name: str) -> Any:
-        if self.counts():
-            self.read.add(name)
-        return self.metadata[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.metadata)
-
-    def __len__(self) -> int:
-        return len(self.metadata)
-
 
 @dataclass(slots=True)
 class ForwardContext:
@@ -162,6 +106,46 @@ def deriving(derived: dict[str, Any]) -> Iterator[None]:
         yield
     finally:
         context.derived = before
+
+
+@dataclass(slots=True)
+class CaptureScope:
+    """What a session lends to graph wrappers inside a model.
+
+    Attributes:
+        is_open: False in a sealed runner: wrappers must not capture.
+        entries: Captured since they were last taken.
+        wrappers: A set, in order; they may outlive the scope, their graphs must not.
+        mark: Entries hold it in place of the scope, which would keep graphs.
+    """
+
+    pool: Any
+    backend: Any = None
+    is_open: bool = True
+    entries: list[Any] = field(default_factory=list)
+    wrappers: dict[Any, None] = field(default_factory=dict)
+    address_check: AddressPolicy | None = None
+    mark: object = field(default_factory=object, repr=False)
+
+
+@dataclass(eq=False)
+class WatchedMetadata(Mapping[str, Any]):
+    """Metadata that notes the names read while ``counts()`` is true."""
+
+    metadata: Mapping[str, Any]
+    counts: Callable[[], bool]
+    read: set[str] = field(default_factory=set)
+
+    def __getitem__(self, name: str) -> Any:
+        if self.counts():
+            self.read.add(name)
+        return self.metadata[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.metadata)
+
+    def __len__(self) -> int:
+        return len(self.metadata)
 
 
 _capture_allowed: ContextVar[bool] = ContextVar("cgplan_capture_allowed", default=True)
@@ -270,3 +254,20 @@ def random_state_kept(
         finally:
             for generator, state in before:
                 generator.set_state(state)
+
+
+AddressPolicy = Literal["off", "first", "always"]
+_OPERATORS = torch.library.Library("cgplan", "FRAGMENT")
+_bodies: dict[str, Callable[..., Any]] = {}
+
+
+def define_operator(schema: str, body: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """For good; a second call exchanges the body."""
+    name = schema.partition("(")[0]
+    is_new = name not in _bodies
+    _bodies[name] = body
+    if is_new:
+        _OPERATORS.define(schema)
+        for key in ("CPU", "CUDA"):
+            _OPERATORS.impl(name, lambda *given: _bodies[name](*given), key)
+        torch.library.register_fake(f"cgplan::{name}", fake, lib=_OPERATORS)
