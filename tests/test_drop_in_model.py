@@ -1421,6 +1421,9 @@ def test_generate_without_a_prompt_of_tokens_tells_so(backend: GraphBackend) -> 
     g = cgplan.graphed_generate(lm, max_cache_len=32)
     g.generate(max_new_tokens=3)
     assert "generate with no input_ids does not use the cache" in g.explain()
+    with pytest.raises(Exception, match="shape") as refused:  # transformers' own
+        lm.generate([[2, 3]], max_new_tokens=3)
+    assert "transformers" in str(refused.traceback[-1].path)
 
 
 def mistral(backend: GraphBackend) -> Any:

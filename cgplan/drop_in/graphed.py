@@ -582,7 +582,7 @@ class _Generate:
             "use_cache=False": not option("use_cache", True),
             "autocast": torch.is_autocast_enabled(model.device.type),  # a static cache: one dtype
             "alibi": getattr(model.config, "alibi", False),  # Falcon's mask has the prompt's length
-            "no input_ids": prompt is None,
+            "no input_ids": not isinstance(prompt, Tensor),
             # transformers says which models may have static caches
             type(model).__name__: not getattr(model, "_can_compile_fullgraph", True),
         }

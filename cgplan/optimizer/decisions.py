@@ -594,8 +594,9 @@ class Planner:
             if graphs < planned.plan.num_graphs:
                 longer = fewest.run.expected_us / planned.run.expected_us - 1
                 said += (
-                    f" with steps at most {SLOWER:.0%} longer than without it; with --max-graphs "
-                    f"{graphs} it holds, too, with steps {longer:+.1%} against this plan's"
+                    f" with mean steps at most {SLOWER:.0%} longer than without it; with "
+                    f"--max-graphs {graphs} it holds, too, with steps {longer:+.1%} against this "
+                    "plan's"
                 )
         share = miss.service.unmeasured
         if share:

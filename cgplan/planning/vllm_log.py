@@ -221,7 +221,10 @@ class StartLog:
         kept = ""
         if self.reserved:
             kept = f", and vLLM kept {format_bytes(self.reserved)} free for them"
-        if plan.predicted and self.seconds > FAR * plan.predicted.seconds + 1:
+        cost = plan.predicted
+        if cost and any(self.of_other_options(plan)):
+            cost = None
+        if cost and self.seconds > FAR * cost.seconds + 1:
             kept += ", far longer than predicted"
         yield (
             f"by the log the graphs took {format_bytes(self.bytes)} and {self.seconds:.0f} s{kept}"

@@ -976,6 +976,8 @@ def test_a_start_is_checked_against_the_plan(home: Path) -> None:
         "the configuration has 4 graphs"
     )
     assert said in unwrapped(result.stderr)
+    unlike = cgplan_command(*heavy[:3], "slow.log", "--plan", "fewer.json")
+    assert "far longer" not in unlike.stdout, "the graphs are others"
     other = cgplan_command(*checked, "others.json")
     assert other.exit_code == errors.PlanMismatchError.exit_code
     assert "without sizes 3; with sizes 4" in unwrapped(other.stderr)
