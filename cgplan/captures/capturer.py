@@ -283,11 +283,12 @@ class Capturer:
         graphs = self._graphs
         outside = graphs.facts.outside
         put_back = rehearsal.put_back
+        is_compiled = put_back.before.is_compiled  # its kernels show no operators
         compiled = _Clock.now().compile_seconds
         for _ in range(times):
             log: Any = nullcontext()
             # other sizes read others outside, and runs after first use write other state
-            if outside or put_back.last:
+            if outside or (put_back.has_first_use and not is_compiled):
                 tensors = [*put_back.before.tensors, *graphs.views(key[1]).values()]
                 log = OutsideLog(
                     graphs.backend.device.type,

@@ -320,6 +320,13 @@ class PutBack:
         return stays
 
     @property
+    def has_first_use(self) -> bool:
+        """Perhaps, after a single run."""
+        if len(self._runs) < 2:
+            return bool(self.last)
+        return bool(self.made)
+
+    @property
     def prepared(self) -> list[str]:
         """Paths of tensors that first use wrote, and later runs write, too, or fill again: nothing
         holds what they were in between.
@@ -341,14 +348,13 @@ class PutBack:
                 is_irregular |= bool(first) and not uses.is_first_use
             for key in first.keys() & later.keys():
                 is_irregular |= first[key] != later[key]
-            begun = set[object]()  # keys
-            gone_on = set[object]()
+            begun = dict[object, bool]()  # whether it is overwritten, by key
+            gone_on = dict[object, bool]()
             for number, overwrites in uses.overwrites.items():
-                if number in of_first_use and overwrites:
-                    begun.add(self._runs[number])
-                elif number not in of_first_use and not overwrites:
-                    gone_on.add(self._runs[number])
-            is_irregular |= not begun.isdisjoint(gone_on)
+                ways = begun if number in of_first_use else gone_on
+                ways[self._runs[number]] = overwrites
+            for key in begun.keys() & gone_on.keys():
+                is_irregular |= begun[key] != gone_on[key]
             if is_irregular:
                 found.append(written.path)
         return found

@@ -149,7 +149,7 @@ class Written:
         if run.captures:  # it computes nothing, so only a version would show
             shows = all(uses.runs.values())
         uses.miss(run, is_sure=shows)
-        # its key runs twice ahead of others
+        # no other key ran between: one is looked at and warmed up first
         if uses.stopped and len(uses.runs) == 1:
             self.fill(self.after_first)  # the rewind ahead of this run took it
 
@@ -299,7 +299,8 @@ class WrittenStorages:
     def rewind(self) -> None:
         """Small ones, but what is made on first use."""
         for written in self.by_address.values():
-            if written.is_small and not written.uses.is_first_use:
+            uses = written.uses
+            if written.is_small and not (uses.is_first_use or uses.stopped):
                 written.fill(written.copy)
 
     def adopt(

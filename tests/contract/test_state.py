@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import operator
+import os
 import threading
 import types
 import weakref
@@ -1598,6 +1599,59 @@ def test_sizes_may_overwrite_state_in_other_ways(backend: GraphBackend) -> None:
         for rows in (4, 1, 1, 2, 1, 4):
             x = torch.randn(rows, 2, device=device)
             same(runner(x=x), model(x))
+
+
+class FilledAheadOfItsWrites(nn.Module):
+    """First use fills a cache by a write that counts no version; each run writes a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ready = False
+        self.register_buffer("kept", torch.zeros(8, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.ready:
+            self.kept.data.fill_(0.5)
+            self.ready = True
+        self.kept.data[:1].copy_(x[:1])
+        return x + self.kept[5]
+
+
+def test_a_cache_that_first_use_fills_is_refused(backend: GraphBackend) -> None:
+    model, plain = (FilledAheadOfItsWrites().to(backend.device).eval() for _ in range(2))
+    given = {"x": Input(shape=("num_tokens", 2), dtype="float32", pad=0)}
+    sizes = {"cudagraph_capture_sizes": [2], "cudagraph_mode": "FULL"}
+    with pytest.raises(CaptureError, match="prepares kept on first use"):
+        cgplan.capture(model, given, compilation=sizes, device=backend.device.type)
+    x = torch.ones(2, 2, device=backend.device)
+    same(model(x), plain(x))
+
+
+class FilledByTheSecondRun(nn.Module):
+    """As the environment says, which cgplan does not see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        run = int(os.environ["RUNS"])
+        os.environ["RUNS"] = str(run + 1)
+        if run == 1:
+            self.table.fill_(3.0)
+        return x * self.table
+
+
+def test_a_table_that_the_second_run_fills_stays(
+    backend: GraphBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RUNS", "0")
+    model = FilledByTheSecondRun().to(backend.device).eval()
+    given = {"x": Input(shape=("num_tokens", 2), dtype="float32", pad=0)}
+    sizes = {"cudagraph_capture_sizes": [2]}
+    device = backend.device
+    with closing(cgplan.capture(model, given, compilation=sizes, device=device.type)) as runner:
+        assert runner(x=torch.ones(2, 2, device=device)).tolist() == [[3.0, 3.0]] * 2
 
 
 class FailsUnderModes(nn.Module):
