@@ -299,8 +299,7 @@ class WrittenStorages:
     def rewind(self) -> None:
         """Small ones, but what is made on first use."""
         for written in self.by_address.values():
-            uses = written.uses
-            if written.is_small and not (uses.is_first_use or uses.stopped):
+            if written.is_small and not written.uses.is_first_use:
                 written.fill(written.copy)
 
     def adopt(

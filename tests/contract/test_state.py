@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import operator
-import os
 import threading
 import types
 import weakref
@@ -1625,33 +1624,6 @@ def test_a_cache_that_first_use_fills_is_refused(backend: GraphBackend) -> None:
         cgplan.capture(model, given, compilation=sizes, device=backend.device.type)
     x = torch.ones(2, 2, device=backend.device)
     same(model(x), plain(x))
-
-
-class FilledByTheSecondRun(nn.Module):
-    """As the environment says, which cgplan does not see."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("table", torch.zeros(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        run = int(os.environ["RUNS"])
-        os.environ["RUNS"] = str(run + 1)
-        if run == 1:
-            self.table.fill_(3.0)
-        return x * self.table
-
-
-def test_a_table_that_the_second_run_fills_stays(
-    backend: GraphBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RUNS", "0")
-    model = FilledByTheSecondRun().to(backend.device).eval()
-    given = {"x": Input(shape=("num_tokens", 2), dtype="float32", pad=0)}
-    sizes = {"cudagraph_capture_sizes": [2]}
-    device = backend.device
-    with closing(cgplan.capture(model, given, compilation=sizes, device=device.type)) as runner:
-        assert runner(x=torch.ones(2, 2, device=device)).tolist() == [[3.0, 3.0]] * 2
 
 
 class FailsUnderModes(nn.Module):
