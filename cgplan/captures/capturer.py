@@ -136,7 +136,9 @@ class Capturer:
         self._may_be_uncomputed = False
 
     def capture(self, key: Key) -> GraphRecord | Next:
-        """Raises CaptureError; ModelError if the model failed before its capture."""
+        """Raises CaptureError; ModelError if the model failed before its capture. What a key that
+        raises has left goes back with the rehearsal.
+        """
         refuse_forbidden_capture(f"the graph for {key[0]} {key[1]}")
         self._graphs.addresses.is_outdated = True
         self._all_need_warm_up |= self.in_service

@@ -13,7 +13,8 @@ Note [What is put back]
                                                       unless looks saw state computed from inputs
       tensor, flags unseen    stays                   stays
     both, in other amounts    refused                 back
-    by a failed run           back at its end         back at its end
+    by a failed run           back at its end; entries of containers of a failed capture once
+                              it is given up
 
     A tensor goes back with a change of Python that may be its flag and goes back. Where `warm_up`
     finds an eager kind, first use stays, but flags and containers go back.
@@ -137,7 +138,7 @@ class PutBack:
             if not is_whole:
                 self._undone(
                     _differing(self.last, now),
-                    containers=not captures,
+                    containers=not captures,  # `refuse_changed` is to see them
                 )
                 now = self.before.changes()
             changed = _differing(self.last, now)
