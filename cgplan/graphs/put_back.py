@@ -205,11 +205,7 @@ class PutBack:
     ) -> list[str]:
         found = list[str]()
         for path, change in changes.items():
-            can_undo = self._can_undo(
-                change,
-                containers=containers,
-            )
-            if can_undo:
+            if self._can_undo(change, containers=containers):
                 change.bind(change.was)
                 found.append(path)
         return found
@@ -339,26 +335,31 @@ class PutBack:
             if is_within(written.path, steady):  # each run binds another tensor
                 continue
             uses = written.uses
-            first = dict[object, int]()  # versions by key
-            later = dict[object, int]()
-            for number, versions in uses.runs.items():
-                by_key = first if number in of_first_use else later
-                by_key[self._runs[number]] = versions
+            versions = self._by_key(uses.runs, of_first_use)
+            overwrites = self._by_key(uses.overwrites, of_first_use)
             is_irregular = uses.stopped and (uses.repeated or written.is_filled_again)
+            first, later = versions
             if not later:  # its flag stays, its bytes would not
                 is_irregular |= bool(first) and not uses.is_first_use
-            for key in first.keys() & later.keys():
-                is_irregular |= first[key] != later[key]
-            begun = dict[object, bool]()  # whether it is overwritten, by key
-            gone_on = dict[object, bool]()
-            for number, overwrites in uses.overwrites.items():
-                ways = begun if number in of_first_use else gone_on
-                ways[self._runs[number]] = overwrites
-            for key in begun.keys() & gone_on.keys():
-                is_irregular |= begun[key] != gone_on[key]
+            for begun, gone_on in (versions, overwrites):
+                for key in begun.keys() & gone_on.keys():
+                    is_irregular |= begun[key] != gone_on[key]
             if is_irregular:
                 found.append(written.path)
         return found
+
+    def _by_key(
+        self,
+        of_runs: Mapping[int, int],
+        of_first_use: set[int],
+    ) -> tuple[dict[object, int], dict[object, int]]:
+        """Of runs of first use, and of later ones."""
+        first = dict[object, int]()
+        later = dict[object, int]()
+        for number, value in of_runs.items():
+            found = first if number in of_first_use else later
+            found[self._runs[number]] = value
+        return first, later
 
     @property
     def made_of_inputs(self) -> list[str]:
