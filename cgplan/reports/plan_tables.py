@@ -58,6 +58,7 @@ from cgplan.units import (
 if TYPE_CHECKING:
     from cgplan.pricing import CaseCost
 
+MOST_LADDERS = 5
 MOST_PADDING_ROWS = 12
 MOST_POINTS = 12
 MOST_SAID = 4
@@ -349,7 +350,7 @@ def _answer(
     yield Facts(_headline(plan, evidence), rows)
     if not evidence.graphs:
         yield Text("No graph: every batch runs eagerly.")
-    yield _ladders(evidence)
+    yield _ladders(evidence, whole)
     if whole or not evidence.other_loads:
         yield _loads(evidence.loads)
     extrapolated = []
@@ -510,7 +511,7 @@ def _reasons(plan: Plan, evidence: Evidence) -> Iterator[Fact]:
         yield "next graph", brings if worth.percent >= 1e-3 else "would bring this traffic nothing"
 
 
-def _ladders(evidence: Evidence) -> RenderableType | None:
+def _ladders(evidence: Evidence, whole: bool) -> RenderableType | None:
     if not evidence.ladders:
         return None
     expected = evidence.expected_us
@@ -528,9 +529,11 @@ def _ladders(evidence: Evidence) -> RenderableType | None:
         "padding: share of all tokens; gain: how much shorter the plan's step is",
         f"bound: each batch at its best, in a graph{eager}; no gain: a ladder within 1% of it",
     ]
-    if plan.decode_us is not None and plan.mixed_us is not None:
-        words.append("decode, mixed: steps of uniform decode, and others")
-    table = _beside((plan, *evidence.ladders), TextColumn("gain", gain))
+    shown = evidence.ladders
+    if len(shown) > MOST_LADDERS and not whole:
+        words.append(f"{len(shown) - MOST_LADDERS} more with --verbose")
+        shown = shown[:MOST_LADDERS]
+    table = _beside((plan, *shown), TextColumn("gain", gain))
     return titled("Ladders on the same traffic", table, sentences(*words))
 
 

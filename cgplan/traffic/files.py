@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from functools import cached_property
 from http.client import HTTPException
 from itertools import chain, takewhile
@@ -349,13 +349,13 @@ _METRIC = "cgplan_batches"  # of a runner's metrics, in Prometheus' text format
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
-def _microseconds(value: object) -> float:
-    """Of a date and time, UTC unless it says otherwise, or of seconds."""
+def _seconds(value: object) -> float:
+    """Of a date and time, UTC unless it says otherwise, or a number."""
     text = str(value)
     if ":" not in text:
         with suppress(ValueError):
-            number = float(text) * 1e6
-            if number <= _MOST_US:
+            number = float(text)
+            if number <= _MOST_US / 1e6:
                 return number
     try:
         # of the 7 digits of Azure's traces the last, 100 ns, is cut off
@@ -366,7 +366,7 @@ def _microseconds(value: object) -> float:
             "divide milliseconds by 1000"
         ) from None
     zoned = moment.replace(tzinfo=moment.tzinfo or UTC)
-    return (zoned - _EPOCH) / timedelta(microseconds=1)
+    return (zoned - _EPOCH).total_seconds()
 
 
 class _StepRow(Record):
@@ -391,7 +391,9 @@ class _RequestRow(Record):
 
 
 class _DatedRow(_RequestRow):
-    arrival: Annotated[float, Field(ge=-_MOST_US, le=_MOST_US), BeforeValidator(_microseconds)]
+    arrival: Annotated[
+        float, Field(ge=-_MOST_US / 1e6, le=_MOST_US / 1e6), BeforeValidator(_seconds)
+    ]
 
 
 class _ChatRow(_RequestRow):
@@ -442,7 +444,6 @@ REQUESTS: tuple[RequestForm[Any], ...] = (
         "a request trace",
         _DatedRow,
         ("TIMESTAMP", "ContextTokens", "GeneratedTokens", "Adapter"),
-        microseconds=1.0,
     ),
     # HPMLL/BurstGPT, README.md of release v1.2.
     RequestForm(
@@ -450,7 +451,6 @@ REQUESTS: tuple[RequestForm[Any], ...] = (
         _DatedRow,
         ("Timestamp", "Request tokens", "Response tokens"),
         unused=("Model", "Session ID", "Elapsed time", "Total tokens", "Log Type"),
-        microseconds=1.0,
         fails=True,
     ),
     # kvcache-ai/Mooncake, FAST25-release/README.md.
