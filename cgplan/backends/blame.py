@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import NamedTuple
 
 import torch
 from torch.fx import GraphModule
@@ -35,43 +36,51 @@ _MACHINERY = (
 )
 
 
-def users_lines(places: Iterable[tuple[str, int]]) -> Iterator[str]:
-    """Of places outside of torch and cgplan, or else of the first in torch."""
-    in_torch = None
-    is_found = False
-    for place in places:
-        if not place[0].startswith(_MACHINERY):
-            is_found = True
-            yield _shown(*place)
-        elif in_torch is None and place[0].startswith(_IN_TORCH):
-            in_torch = place
-    if not is_found:
-        yield "an unknown line" if in_torch is None else _shown(*in_torch)
+class Line(NamedTuple):
+    file: str
+    number: int
+
+    def __str__(self) -> str:
+        if not self.number:
+            return self.file
+        return f"{self.file}:{self.number}: `{linecache.getline(*self).strip()}`"
 
 
-def _shown(name: str, line: int) -> str:
-    return f"{name}:{line}: `{linecache.getline(name, line).strip()}`"
+_UNKNOWN = Line("an unknown line", 0)
 
 
-def blamed_line(raised: TracebackType | None = None) -> str:
-    """Of the frames that run now, or raised."""
+def blamed_line(raised: TracebackType | None = None) -> Line:
+    """In the frames that run now, or raised."""
     frames = traceback.walk_stack(sys._getframe(1))
     if raised is not None:
         frames = reversed(list(traceback.walk_tb(raised)))
-    return next(users_lines(places_of(frames)))
+    return next(users_lines(frames))
 
 
-def places_of(frames: Iterable[tuple[FrameType, int]]) -> Iterator[tuple[str, int]]:
-    for frame, line in frames:
-        name = frame.f_code.co_filename
-        module = str(frame.f_globals.get("__name__"))
-        if name.startswith("<eval_with_key>"):
-            yield from _traced_from(frame, line)
-        elif "torch._inductor" not in module:
-            yield name, line
+def users_lines(sources: Iterable[tuple[FrameType | str, int]]) -> Iterator[Line]:
+    """Of frames, or files, and lines: outside of torch and cgplan, or else the first in torch."""
+    in_torch = _UNKNOWN
+    is_users = False
+    for source, number in sources:
+        if isinstance(source, str):
+            lines = [Line(source, number)]
+        elif source.f_code.co_filename.startswith("<eval_with_key>"):
+            lines = _traced_from(source, number)
+        elif "torch._inductor" in str(source.f_globals.get("__name__")):
+            continue
+        else:
+            lines = [Line(source.f_code.co_filename, number)]
+        for found in lines:
+            if not found.file.startswith(_MACHINERY):
+                is_users = True
+                yield found
+            elif in_torch is _UNKNOWN and found.file.startswith(_IN_TORCH):
+                in_torch = found
+    if not is_users:
+        yield in_torch
 
 
-def _traced_from(frame: FrameType, line: int) -> list[tuple[str, int]]:
+def _traced_from(frame: FrameType, line: int) -> list[Line]:
     values = frame.f_locals
     module = values.get("self")
     if isinstance(values, dict):  # before Python 3.13 a copy that keeps tensors alive
@@ -83,4 +92,4 @@ def _traced_from(frame: FrameType, line: int) -> list[tuple[str, int]]:
         return []
     trace = list(module.graph.nodes)[index].stack_trace or ""
     found = re.findall(r'^ *File "(.+)", line (\d+)', trace, re.MULTILINE)
-    return [(name, int(number)) for name, number in reversed(found)]
+    return [Line(name, int(number)) for name, number in reversed(found)]

@@ -355,7 +355,7 @@ class CudaBackend(GraphBackend):
                 is_free = block["state"] != "active_allocated"
                 frames = block.get("frames") or ()
                 places = [(frame["filename"], frame["line"]) for frame in frames]
-                line = next(users_lines(places)) if places else ""
+                line = str(next(users_lines(places))) if places else ""
                 found.append(Block(start, end, owner, is_free, line))
         return found
 

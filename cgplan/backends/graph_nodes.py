@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cgplan.backends.blame import blamed_line
+from cgplan.backends.blame import Line, blamed_line
 from cgplan.backends.host_sync import OperatorMode, tensors_in
 from cgplan.errors import BackendError
 
@@ -68,7 +68,7 @@ class Launch(NamedTuple):
     first: int
     end: int
     operator: str | None
-    line: str | None
+    line: Line | None
     operands: frozenset[int]
 
 

@@ -9,6 +9,7 @@ import math
 import os
 import threading
 import weakref
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from torch.utils._python_dispatch import (
     _pop_mode,
     _push_mode,
 )
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from cgplan.backends.backend import (
     GraphBackend,
@@ -53,6 +54,7 @@ from cgplan.backends.host_sync import (
     host_guard,
     implemented_in_python,
     is_composite,
+    operator_of,
     refuse_host,
     tensors_in,
     written_tensors,
@@ -73,13 +75,8 @@ class Step:
 
     operator: str
     call: partial[Any]
-    copies: tuple[tuple[int, Tensor], ...]
+    copies: list[tuple[int, Tensor]]
     is_posted: bool
-
-    def tensors(self) -> list[Tensor]:
-        if self.operator == "aten::lift_fresh":  # of Python's numbers
-            return tensors_in(self.copies)
-        return tensors_in((self.call.args, self.call.keywords, self.copies))
 
 
 @dataclass(slots=True)
@@ -238,56 +235,80 @@ class Tape:
         args: Args,
         kwargs: Kwargs,
     ) -> Any:
-        aliases = self.pool.aliases
-        before = _storages(func, tensors_in((args, kwargs)))
+        leaves, spec = tree_flatten((args, kwargs))
+        given = _storages(func, leaves)
+        call: Callable[..., Any] = as_its_caller(func, func, "cpu")
+        is_lifted = func is torch.ops.aten.lift_fresh.default
+        if func.namespace == "aten" and operator_of(func).is_view and not is_lifted:
+            result = call(*args, **kwargs)
+            self.refusals.follow(func, args, kwargs, result)
+            return result
         for tensor in written_tensors(func, args, kwargs):
             storage = tensor.untyped_storage()
-            if storage._cdata not in aliases:
+            if storage._cdata not in self.pool.aliases:
                 self.before.keep(storage)
         generator = kwargs.get("generator")
         if generator is not None:
             self._note_draw(generator)
         # the operator may change their layout
-        fixed_args, fixed_kwargs = tree_map_only(Tensor, self._fixed, (args, kwargs))
-        call: Callable[..., Any] = as_its_caller(func, func, "cpu")
-        if func is torch.ops.aten.lift_fresh.default:
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                leaves[i] = self._fixed(leaf)
+        fixed_args, fixed_kwargs = tree_unflatten(leaves, spec)
+        if is_lifted:
             call = torch.ops.aten.clone.default
         elif func.namespace in _COLLECTIVES and func._schema.name not in _POSTED:
             call = partial(_awaited, func)
-        flat, spec = tree_flatten(call(*args, **kwargs))
+        results, spec = tree_flatten(call(*args, **kwargs))
         if func._opname.startswith("_foreach_"):
             count_writes(func, args, kwargs)
-        placed: dict[int, Tensor] = {}
+        copies = self._move_fresh(results, given)
+        if self._makes_step(func, results, copies):
+            name = func._schema.name
+            if self.launches is not None:
+                first = len(self.steps)
+                launch = Launch(first, first + 1, name, blamed_line(), frozenset())
+                self.launches.append(launch)
+            step = partial(call, *fixed_args, **fixed_kwargs)
+            self.steps.append(Step(name, step, copies, name in _POSTED))
+        result = tree_unflatten(results, spec)
+        self.refusals.follow(func, args, kwargs, result)
+        return result
+
+    def _move_fresh(
+        self,
+        results: list[Any],
+        given: set[int],
+    ) -> list[tuple[int, Tensor]]:
+        """Into the pool: ``results`` that lie on none of the storages ``given``."""
+        copies: list[tuple[int, Tensor]] = []
         blocks: dict[int, torch.UntypedStorage] = {}
-        results = list(flat)
-        for i, leaf in enumerate(flat):
+        for i, leaf in enumerate(results):
             if not isinstance(leaf, Tensor):
                 continue
             source = leaf.untyped_storage()
             # a zero derivative, or what an ``out=`` is about to grow
             is_void = leaf._is_zerotensor() or source.device.type == "meta" or not source.nbytes()
-            if is_void or source._cdata in before:
+            if is_void or source._cdata in given:
                 continue
             if source._cdata not in blocks:
                 block = self.pool.take(source.nbytes())
                 blocks[source._cdata] = block.copy_(source)
-            results[i] = placed[i] = tensor_on(blocks[source._cdata], leaf)
-        if self._makes_step(func, flat, placed):
-            self._add_step(func, partial(call, *fixed_args, **fixed_kwargs), placed)
-        result = tree_unflatten(results, spec)
-        self.refusals.follow(func, args, kwargs, result)
-        return result
+            block = blocks[source._cdata]
+            copies.append((i, tensor_on(self.pool.aliases[block._cdata], leaf)))
+            results[i] = tensor_on(block, leaf)
+        return copies
 
     def _makes_step(
         self,
         func: Any,
         results: list[Any],
-        placed: dict[int, Tensor],
+        copies: list[tuple[int, Tensor]],
     ) -> bool:
         """False for views and bare memory."""
         schema = func._schema
         writes = schema.is_mutable and torch.Tag.inplace_view not in func.tags
-        if placed or writes or not tensors_in(results):
+        if copies or writes or not tensors_in(results):
             return schema.name.removeprefix("aten::") not in ALLOCATIONS
         if func.namespace == "aten" or all(r.alias_info for r in schema.returns):
             return False
@@ -297,30 +318,17 @@ class Tape:
             self.notes[note] = None
         return True
 
-    def _add_step(
-        self,
-        func: Any,
-        call: partial[Any],
-        placed: dict[int, Tensor],
-    ) -> None:
-        slots = map(self._fixed, placed.values())
-        name = func._schema.name
-        if self.launches is not None:
-            first = len(self.steps)
-            launch = Launch(first, first + 1, name, blamed_line(), frozenset())
-            self.launches.append(launch)
-        copies = tuple(zip(placed, slots, strict=True))
-        self.steps.append(Step(name, call, copies, name in _POSTED))
-
     def _fixed(self, tensor: Tensor) -> Tensor:
         """The same memory without a hold on its block; ``.data =`` does not reach it."""
         alias = self.pool.aliases.get(tensor.untyped_storage()._cdata)
         return tensor.detach() if alias is None else tensor_on(alias, tensor)
 
 
-def _storages(func: Any, given: list[Tensor]) -> set[int]:
+def _storages(func: Any, leaves: list[Any]) -> set[int]:
     found = set[int]()
-    for tensor in given:
+    for tensor in leaves:
+        if not isinstance(tensor, Tensor):
+            continue
         if tensor.device.type not in ("cpu", "meta") or tensor.layout is not torch.strided:
             raise CaptureError(
                 f"operator {func._schema.name} has a {tensor.layout} tensor on {tensor.device}, at "
@@ -413,7 +421,8 @@ class TapePool:
         left = self._free.pop(start) - size
         if left:
             self._free[start + size] = left
-        base = max(address for address in self._segments if address <= start)
+        bases = sorted(self._segments)
+        base = bases[bisect_right(bases, start) - 1]
         first = start - base
         memory = self._segments[base][first : first + nbytes]
         storage = torch.from_numpy(memory).untyped_storage()
@@ -577,14 +586,17 @@ class TapeBackend(GraphBackend):
         tensors: list[Tensor] = []
         nodes: list[int] = []
         for index, step in enumerate(steps):
-            for tensor in step.tensors():
+            given: Args = (step.call.args, step.call.keywords)
+            if step.operator == "aten::lift_fresh":  # of Python's numbers
+                given = ()
+            for tensor in tensors_in((given, step.copies)):
                 # without dimensions: TorchScript's numbers
                 if tensor.dim() and tensor.numel():
                     tensors.append(tensor)
                     nodes.append(index)
         addresses = [tensor.data_ptr() for tensor in tensors]
         return GraphNodes(
-            names=tuple(step.operator for step in steps),
+            names=tuple([step.operator for step in steps]),
             opaque=0,
             words=np.array(addresses, np.uint64),
             nodes=np.array(nodes, np.int64),

@@ -86,11 +86,12 @@ class Stale(NamedTuple):
 
     @property
     def details(self) -> dict[str, Any]:
+        line = self.launch.line
         return {
             "problem": self.problem,
             "kernel": self.pointer.graph.nodes.names[self.pointer.node],
             "operator": self.launch.operator,
-            "line": self.launch.line,
+            "line": None if line is None else str(line),
             "detail": self.owner.name,
         }
 
@@ -392,7 +393,7 @@ class Owners:
 
     def stale(
         self,
-        place_of: Callable[..., tuple[str, bool, bool]] = lambda *_: ("", False, False),
+        place_of: Callable[..., tuple[str, bool, bool]] | None = None,
     ) -> Iterator[Stale]:
         """``place_of``: a path, whether it is stale, and whether it proves the pointer."""
         for pointer in self._pointers:
@@ -400,7 +401,9 @@ class Owners:
             if owner is None:
                 continue
             kind = owner.kind
-            path, has_moved, is_proven = place_of(pointer, owner)
+            path, has_moved, is_proven = "", False, False
+            if place_of is not None:
+                path, has_moved, is_proven = place_of(pointer, owner)
             is_problem = kind in PROBLEMS
             if is_problem or (has_moved and kind not in ("graph pool", "proven", "disproven")):
                 launch, is_used = launch_of(pointer, kind)

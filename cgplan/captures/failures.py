@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import torch
 
-from cgplan.backends.blame import blamed_line
+from cgplan.backends.blame import Line, blamed_line
 from cgplan.errors import (
     BackendError,
     CaptureError,
@@ -119,7 +119,7 @@ def explain_eager_failure(error: Exception, batch: str) -> CgplanError:
     )
 
 
-def _lacking_dtype(error: Exception, where: str) -> BackendError | None:
+def _lacking_dtype(error: Exception, where: Line) -> BackendError | None:
     text = first_line(error)
     found = _NO_KERNEL.search(text)
     if found is None and not _TOO_OLD.search(text):

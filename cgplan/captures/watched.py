@@ -26,7 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from cgplan.backends import GraphBackend, select_backend
 from cgplan.backends.backend import captured, forget_capture, note_capture, watches
-from cgplan.backends.blame import places_of, users_lines
+from cgplan.backends.blame import users_lines
 from cgplan.backends.graph_nodes import Launch, OperatorLog
 from cgplan.backends.replacing import replaced, shared
 from cgplan.captures.audit import (
@@ -226,7 +226,7 @@ class GraphWatch:
         """A graph was captured."""
         if self not in _open:
             return
-        stack = tuple(users_lines(places_of(traceback.walk_stack(None))))
+        stack = tuple(map(str, users_lines(traceback.walk_stack(None))))
         is_of_torch = isinstance(graph, torch.cuda.CUDAGraph)
         stream = torch.cuda.current_stream().cuda_stream if is_of_torch else None
         ended = self._count - len(self._graphs)

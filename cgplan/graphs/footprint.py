@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_map_only
 
 from cgplan.backends.backend import number_of
-from cgplan.backends.blame import blamed_line
+from cgplan.backends.blame import Line, blamed_line
 from cgplan.backends.context import deriving, random_state_kept
 from cgplan.backends.host_sync import (
     Args,
@@ -96,7 +96,7 @@ class Footprint:
     packages_that_ask: set[str] = field(default_factory=set)
     capture_visible_because: CaptureError | None = None
     from_inputs: dict[int, StorageWeakRef] = field(default_factory=dict)
-    writes_input: str | None = None
+    writes_input: Line | None = None
     overwritten: set[int] = field(default_factory=set)
     written: set[int] = field(default_factory=set)
     storages_read: set[int] = field(default_factory=set)
@@ -113,8 +113,10 @@ def note_writes(
 ) -> None:
     """``given``, ``written``: storage ids."""
     found.written |= written
-    adds = any(leaf is True or type(leaf) is str for leaf in leaves)  # `accumulate` and `reduce`
-    if func._opname in _OVERWRITES and not adds:
+    overwrites = func._opname in _OVERWRITES
+    if overwrites:  # but with `accumulate` or `reduce`
+        overwrites = not any(leaf is True or type(leaf) is str for leaf in leaves)
+    if overwrites:
         found.overwritten |= written - found.storages_read
         found.storages_read |= set(given) - written
         return

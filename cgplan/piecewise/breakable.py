@@ -45,7 +45,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from cgplan.backends import GraphBackend, select_backend
 from cgplan.backends.backend import Trace, autocast_cache, span
-from cgplan.backends.blame import blamed_line
+from cgplan.backends.blame import Line, blamed_line
 from cgplan.backends.context import AmbientState, deriving
 from cgplan.backends.host_sync import (
     Args,
@@ -275,7 +275,7 @@ class BreakableCUDAGraphCapture:
         is_traced: bool = False,
     ) -> Any:
         """``add_eager``; ``is_traced``: of a trace."""
-        line = blamed_line()
+        line = str(blamed_line())
         if not self.is_recording:
             raise CaptureError(
                 f"eager piece {name} outside of a segment, at {line}",
@@ -870,7 +870,7 @@ class PieceMemory(OperatorMode):
         self.piece: str | None = None
         self.in_segment = False
         self.made: dict[int, tuple[str, StorageWeakRef]] = {}
-        self.side: dict[int, str] = {}
+        self.side: dict[int, Line] = {}
         self._read: dict[int, weakref.ref[Tensor]] = {}  # by segments
         self._own = WeakIdKeyDictionary()  # made by operators
         self._stream = stream

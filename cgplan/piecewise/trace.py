@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from cgplan.backends import GraphBackend, select_backend
 from cgplan.backends.backend import autocast_cache
-from cgplan.backends.blame import users_lines
+from cgplan.backends.blame import Line, users_lines
 from cgplan.backends.context import ForwardContext, current_forward_context, get_forward_context
 from cgplan.backends.host_sync import ALLOCATIONS, Args, Function, Kwargs, tensors_in
 from cgplan.buffers.batch import BatchReader
@@ -375,7 +375,7 @@ def _untraceable(error: Exception) -> CgplanError:
     )
 
 
-def _user_line(error: BaseException) -> str:
+def _user_line(error: BaseException) -> Line:
     stack = getattr(error, "real_stack", None) or []
     lines = ((frame.filename, frame.lineno or 0) for frame in reversed(stack))
     return next(users_lines(lines))

@@ -256,7 +256,7 @@ def test_a_user_line_in_a_package_whose_name_begins_with_torch() -> None:
     exec(compile("def forward():\n    raise ValueError\n", neighbour, "exec"), space)
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         space["forward"]()
-    assert f"{neighbour}:2" in blamed_line(caught.value.__traceback__)
+    assert f"{neighbour}:2" in str(blamed_line(caught.value.__traceback__))
 
 
 def test_a_line_of_traced_code_is_the_users_line_that_it_came_from() -> None:
@@ -274,7 +274,7 @@ def test_a_line_of_traced_code_is_the_users_line_that_it_came_from() -> None:
     torch._dynamo.reset()
     with pytest.raises(IndexError) as caught:
         torch.compile(forward, backend=generated, fullgraph=True)(torch.ones(3))
-    line = blamed_line(caught.value.__traceback__)
+    line = str(blamed_line(caught.value.__traceback__))
     assert f"{__file__}:" in line
     assert "# row 7 of 2" in line
     torch._dynamo.reset()

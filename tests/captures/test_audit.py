@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import cgplan
 from cgplan import GraphRunner
 from cgplan.backends import GraphBackend, select_backend
+from cgplan.backends.blame import Line
 from cgplan.backends.graph_nodes import GraphNodes, Launch
 from cgplan.backends.tape import TapePool
 from cgplan.captures.audit import Pointer, ReadGraph, launch_of
@@ -63,7 +64,7 @@ def test_an_address_of_the_hosts_stack_is_no_finding() -> None:
     word = Pointer(ReadGraph("key", 0, nodes, ()), 0, is_certain=True, address=address)
     assert launch_of(word, "free block")[1]
     assert not launch_of(word, "unmapped")[1]
-    launch = Launch(0, 1, "aten::mm", "line 1", frozenset({address}))
+    launch = Launch(0, 1, "aten::mm", Line("model.py", 1), frozenset({address}))
     given = word._replace(graph=word.graph._replace(launches=(launch,)))
     assert launch_of(given, "unmapped") == (launch, True)
 
