@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from time import perf_counter_ns
 from typing import Any, ClassVar, NamedTuple
@@ -264,7 +265,7 @@ class GraphBackend(ABC):
         """``begin`` and ``end``, or ``abort``. Raises SealedError where ``capture_allowed`` forbids
         it. Autocast caches nothing: earlier casts would be freed, new ones lie in the pool.
         """
-        refuse_forbidden_capture("a graph")
+        refuse_forbidden_capture()
         torch.clear_autocast_cache()
         try:
             with autocast_cache(on=False), span("capture"):
@@ -390,6 +391,7 @@ def foreign_pool(pool: Any, backend: GraphBackend) -> BackendError:
     )
 
 
+@cache
 def text_of(path: str) -> str:
     try:
         return Path(path).read_text()

@@ -159,8 +159,9 @@ def capture_allowed(allowed: bool) -> AbstractContextManager[None]:
     return setting(_capture_allowed, allowed)
 
 
-def refuse_forbidden_capture(graph: str) -> None:
+def refuse_forbidden_capture(*key: object) -> None:
     if not is_capture_allowed():
+        graph = f"the graph for {' '.join(map(str, key))}" if key else "a graph"
         raise SealedError(
             f"{graph} is to be captured inside capture_allowed(False), at {blamed_line()}",
             remedy="Capture it before that block, or run the batch in CUDAGraphMode.NONE there.",

@@ -161,14 +161,13 @@ def _methods_replaced() -> Iterator[None]:
         # on a CPU torch checks the values
         return (tensor.unsqueeze(-1) == classes).long()
 
-    methods = {name: _host_method(name) for name in _HOST_METHODS}
+    methods = {name: _host_method(getattr(Tensor, name)) for name in _HOST_METHODS}
     with replaced(Tensor, **methods), replaced(functional, one_hot=one_hot):
         yield
 
 
-def _host_method(name: str) -> Function:
-    plain = getattr(Tensor, name)
-
+@cache
+def _host_method(plain: Function) -> Function:
     @wraps(plain)
     def method(
         tensor: Tensor,
@@ -177,7 +176,7 @@ def _host_method(name: str) -> Function:
     ) -> Any:
         refusals = _guarded.refusals
         if refusals is not None and not refusals.is_constant(tensor):
-            refusals.refuse(f"Tensor.{name}()", tensor)
+            refusals.refuse(f"Tensor.{plain.__name__}()", tensor)
         return plain(tensor, *args, **kwargs)
 
     return method

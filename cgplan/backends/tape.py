@@ -386,12 +386,9 @@ class TapePool:
         self.aliases: dict[int, torch.UntypedStorage] = {}
         self.graphs = weakref.WeakSet[object]()
         self.nbytes = 0  # reserved, taken or free
+        self.held = 0  # taken
         self._segments: dict[int, NDArray[np.uint8]] = {}  # by address
         self._free: dict[int, int] = {}  # lengths by address
-
-    @property
-    def held(self) -> int:
-        return self.nbytes - sum(self._free.values())
 
     def spans(self) -> Iterator[tuple[int, int, bool]]:
         """First address, end, and whether it is free."""
@@ -418,6 +415,7 @@ class TapePool:
                 start = at
         if start is None:
             start = self._new_segment(size)
+        self.held += size
         left = self._free.pop(start) - size
         if left:
             self._free[start + size] = left
@@ -453,6 +451,7 @@ class TapePool:
         end: int,
     ) -> None:
         del self.aliases[key]
+        self.held -= end - start
         for at, length in list(self._free.items()):
             if at + length == start:
                 del self._free[at]
@@ -651,7 +650,7 @@ class TapeBackend(GraphBackend):
         return MemoryReading(
             free,
             total=os.sysconf("SC_PHYS_PAGES") * page,
-            reserved=self.pool_bytes(*self._own_pools),
+            reserved=self.pool_memory(*self._own_pools).nbytes,
         )
 
     def session(self) -> AbstractContextManager[None]:

@@ -139,7 +139,7 @@ class Capturer:
         """Raises CaptureError; ModelError if the model failed before its capture. What a key that
         raises has left goes back with the rehearsal.
         """
-        refuse_forbidden_capture(f"the graph for {key[0]} {key[1]}")
+        refuse_forbidden_capture(*key)
         self._graphs.addresses.is_outdated = True
         self._all_need_warm_up |= self.in_service
         attempt = _Attempt(key, _Clock.now())

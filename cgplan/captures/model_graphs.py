@@ -86,7 +86,7 @@ SINGLE_RANK = RankSync()
 
 
 REBUILD_AND_WARM_UP = "Build the model again, and set compilation.cudagraph_num_of_warmups: 1."
-_HALVES = (torch.float16, torch.bfloat16)
+_HALVES = {torch.float16, torch.bfloat16}
 _FROM_PADDING = "on first use, from padding, and keeps it"
 State = Sequence[object] | Mapping[str, object] | None
 BeforeKey = Callable[[CUDAGraphMode, BatchDescriptor, Tensors], object]
@@ -729,7 +729,7 @@ class Rehearsal:
         device = self._graphs.backend.device.type
         if AmbientState.now(device).autocast is not None:
             return True
-        if any(tensor.dtype in _HALVES for tensor in tensors):
+        if not _HALVES.isdisjoint([tensor.dtype for tensor in tensors]):
             return True
         if device != "cuda":
             return False

@@ -29,7 +29,7 @@ from torch._C._dynamo.guards import TensorGuards
 from cgplan.backends.context import AddressPolicy
 from cgplan.buffers.batch import never
 from cgplan.errors import AddressError
-from cgplan.graphs.fingerprint import Change, Fingerprint, Place, Stateful
+from cgplan.graphs.fingerprint import Change, Fingerprint, Place, Stateful, Traits
 from cgplan.graphs.walk import Contents, InClass, Via
 from cgplan.modes import Key
 
@@ -344,7 +344,7 @@ def _holds(compared: Iterable[_Compared]) -> bool:
                 return False
             if traits is None or is_alike(value):
                 continue
-            if not traits.fit(value):
+            if traits != Traits.of(value):
                 return False
             guards = TensorGuards(  # type: ignore[misc]
                 value, dynamic_dims_sizes=None, dynamic_dims_strides=None

@@ -79,20 +79,6 @@ class Traits(NamedTuple):
             tensor.is_neg(),
         )
 
-    def fit(
-        self,
-        tensor: torch.Tensor,
-    ) -> bool:
-        """A dense one."""
-        found = (
-            tensor.dtype,
-            tensor.shape,
-            tensor.stride(),
-            tensor.is_conj(),
-            tensor.is_neg(),
-        )
-        return found == self
-
     def __str__(self) -> str:
         bits = " conjugated" * self.is_conj + " negated" * self.is_neg
         return f"{self.dtype} {list(self.shape)} with strides {list(self.strides)}{bits}"
@@ -152,8 +138,8 @@ class Place:
         before = self.traits
         if before is None:
             return None
-        if now.layout is not torch.strided or not before.fit(now):
-            later = Traits.of(now)
+        later = Traits.of(now)
+        if now.layout is not torch.strided or later != before:
             return Change(
                 self.path,
                 str(before),

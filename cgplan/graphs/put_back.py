@@ -365,6 +365,8 @@ class PutBack:
     def made_of_inputs(self) -> list[str]:
         """Paths of tensors that were made on first use of what looks saw computed."""
         found = list[str]()
+        if not self.computed:
+            return found
         made = self.made
         of_first_use = _runs_of(made)
         storages = self.storages

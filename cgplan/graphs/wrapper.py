@@ -445,7 +445,7 @@ class CUDAGraphWrapper:
 
     def _refuse(self, context: ForwardContext, args: Args) -> None:
         scope = context.scope
-        refuse_forbidden_capture(f"the {self.runtime_mode} graph for {context.descriptor}")
+        refuse_forbidden_capture(self.runtime_mode, context.descriptor)
         if scope is not None and not scope.is_open:
             if context.descriptor not in self.entries:
                 raise SealedError(

@@ -55,9 +55,8 @@ from cgplan.planning.plan import (
     Plan,
     Predicted,
     build_plan,
-    capture_config,
+    capture_fields,
     capture_order,
-    config_hash,
     lanes_of,
     lora_cases,
     resolve_mode,
@@ -531,8 +530,7 @@ def propose_boxes(
     plan = plan_of([(use.size or 0, *use.sizes) for use in evidence.uses])
     return plan.changed(
         predicted=costs and costs.of(plan.keys),
-        config_hash=config_hash(config),
-        config=capture_config(config),
+        **capture_fields(config),
         sizes_source=f"{PLANNED_FOR} {traffic.source}",
         evidence=evidence.model_dump(mode="json"),
     )

@@ -66,9 +66,8 @@ from cgplan.planning.plan import (
     Plan,
     budget_of,
     build_plan,
-    capture_config,
+    capture_fields,
     capture_order,
-    config_hash,
     lanes_of,
 )
 from cgplan.pricing import GraphCosts
@@ -193,8 +192,7 @@ class PlanInputs:
         config = self.config
         plan = build_plan(with_sizes(config, (config.query_len,)))
         return plan.changed(
-            config_hash=config_hash(config),
-            config=capture_config(config),
+            **capture_fields(config),
             draft_prefill_keys=(),
             draft_decode_keys=(),
             warnings=(),

@@ -891,7 +891,8 @@ class PieceMemory(OperatorMode):
             stream = self._stream()
             if stream != self._main and stream not in self.side:
                 self.side[stream] = blamed_line()
-            self.refuse_made(given)
+            if self.made:
+                self.refuse_made(given)
             for tensor in tensors:
                 if tensor not in self._own:
                     self._read[id(tensor)] = weakref.ref(tensor)

@@ -18,8 +18,7 @@ from cgplan.planning.plan import (
     Machine,
     Plan,
     budget_of,
-    capture_config,
-    config_hash,
+    capture_fields,
 )
 
 # Settings that a plan decides, whatever the configuration says.
@@ -149,7 +148,7 @@ def mismatches(
     The device and the settings that the plan decides do not count. The present ``machine`` is
     compared if the plan's figures were measured on one.
     """
-    changes = _changes(plan.config, capture_config(config))
+    changes = _changes(plan.config, capture_fields(config)["config"])
     ignored = *DECIDED_BY_THE_PLAN, "device"
     found = [change for change in changes if change.name not in ignored]
     if plan.machine is not None and machine is not None:
@@ -159,7 +158,7 @@ def mismatches(
 
 def unused_settings(plan: Plan, config: Config) -> tuple[FieldChange, ...]:
     """Settings that the plan decides, and that the configuration (new) changes."""
-    changes = _changes(plan.config, capture_config(config))
+    changes = _changes(plan.config, capture_fields(config)["config"])
     return tuple(change for change in changes if change.name in DECIDED_BY_THE_PLAN)
 
 
@@ -200,8 +199,7 @@ def fitted(
     if wrong:
         warnings += (f"{problem} and was forced: {'; '.join(described)}",)
     present = {
-        "config": capture_config(config),
-        "config_hash": config_hash(config),
+        **capture_fields(config),
         "budget": budget_of(config),
         "file": file,
         "warnings": warnings,

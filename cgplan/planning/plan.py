@@ -374,14 +374,17 @@ def budget_of(config: Config) -> dict[str, Any]:
     return config.budget.model_dump(mode="json", exclude_none=True)
 
 
-def capture_config(config: Config) -> dict[str, Any]:
-    return config.model_dump(mode="json", exclude=_NOT_CAPTURED)
+def capture_fields(config: Config) -> dict[str, Any]:
+    """A plan's ``config`` and ``config_hash``."""
+    found = config.model_dump(mode="json", exclude=_NOT_CAPTURED)
+    digest = hashlib.sha256(json.dumps(found, sort_keys=True).encode())
+    return {"config": found, "config_hash": digest.hexdigest()[:12]}
 
 
 def config_hash(config: Config) -> str:
-    """The first 12 hexadecimal digits of the SHA-256 of ``capture_config`` as sorted JSON."""
-    text = json.dumps(capture_config(config), sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
+    """12 hexadecimal digits of the SHA-256 of a plan's ``config`` as sorted JSON."""
+    digest: str = capture_fields(config)["config_hash"]
+    return digest
 
 
 def capture_order(keys: Iterable[Key]) -> tuple[Key, ...]:
@@ -645,8 +648,7 @@ def build_plan(config: Config) -> Plan:
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         max_loras=config.lora.max_loras if config.lora else None,
         warnings=(*_lost(config, sizes.sizes, keys), *_unread(config.compilation, mode)),
-        config_hash=config_hash(config),
-        config=capture_config(config),
+        **capture_fields(config),
         budget=budget_of(config),
         simulated=config.model_dump(mode="json", include=SIMULATED, exclude_defaults=True),
     )

@@ -19,7 +19,7 @@ from cgplan.modes import CUDAGraphMode, Key
 from cgplan.optimizer.propose import PlanInputs, plan_graphs
 from cgplan.planning import Plan
 from cgplan.planning.difference import compare
-from cgplan.planning.plan import capture_config, config_hash
+from cgplan.planning.plan import capture_fields
 from cgplan.pricing import GraphCosts, representative_keys
 from cgplan.reports.records import ReplanReport, ReplanWay, uncapturable
 from cgplan.runner.stats import Mark, RunnerStats
@@ -192,8 +192,7 @@ def _proposal(
     planned = plan_graphs(PlanInputs(limited, [(traffic, 1.0)], times, costs, lost))
     return planned.explained().changed(
         max_num_batched_tokens=tokens,
-        config_hash=config_hash(config),
-        config=capture_config(config),
+        **capture_fields(config),
     )
 
 

@@ -117,7 +117,7 @@ def test_code_that_must_not_capture(backend: GraphBackend, kind: type[CUDAGraphW
     with forward_context(PIECEWISE, BatchDescriptor(4)):
         with capture_allowed(False), pytest.raises(SealedError) as caught:
             wrapper(large)
-        assert "PIECEWISE graph for size=4" in caught.value.message
+        assert "graph for PIECEWISE size=4" in caught.value.message
         assert f"{__file__}:" in caught.value.message
         assert 4 not in calls
         with capture_allowed(False), capture_allowed(True):
