@@ -116,7 +116,7 @@ class ForwardFacts:
         self.aside = set[str]()
         self.written = dict[str, Tensor]()
         self.overwritten = set[int]()
-        self.read_whole = dict[int, int]()
+        self.bytes_read = dict[tuple[int, int], dict[int, int]]()
         self.changes_python = set[str]()
         self.is_coarse = False
         self.outside = list[Tensor]()
@@ -131,9 +131,18 @@ class ForwardFacts:
 
     @property
     def weight_bytes(self) -> int:
-        """Of what each run reads and none writes."""
+        """That each run reads and none writes."""
         written = self.storages_written
-        return sum(nbytes for storage, nbytes in self.read_whole.items() if storage not in written)
+        return sum(
+            min(nbytes, sum(parts.values()))
+            for (storage, nbytes), parts in self.bytes_read.items()
+            if storage not in written
+        )
+
+    @property
+    def state_bytes(self) -> int:
+        """Other memory of the model that runs may read."""
+        return sum(nbytes for _, nbytes in self.bytes_read) - self.weight_bytes
 
     def note(self, *warnings: str) -> None:
         for warning in warnings:
@@ -707,7 +716,7 @@ class Rehearsal:
                 addresses.volatile.add(path)
         facts.overwritten -= found.written  # another size, or a first run, may overwrite
         facts.overwritten |= found.overwritten
-        facts.read_whole |= found.read_whole
+        facts.bytes_read |= found.bytes_read
         facts.outside += found.outside
         facts.is_coarse |= self._is_coarse(found, [*views, *found.reads.values()])
         because = found.capture_visible_because

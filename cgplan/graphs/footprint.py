@@ -15,6 +15,7 @@ from functools import cache, partial
 from typing import Any, Literal
 
 import torch
+from torch._prims_common import compute_required_storage_length
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Module
 from torch.utils._python_dispatch import (
@@ -63,7 +64,7 @@ _OVERWRITES = (
     "scatter_",
     "copy_",
 )
-_READ_IN_PART = frozenset({"embedding", "index", "index_select", "gather", "_grouped_mm"})
+_PLACES = {torch.int32, torch.int64}
 _SEED = 0x5EED_0F_A_100C
 
 
@@ -78,7 +79,8 @@ class Footprint:
         capture_visible_because: The host sync for which they see it.
         written, storages_read: Ids of storages.
         overwritten: Those written at given places, unread before.
-        read_whole: Bytes of the model's storages by id, but those that gathers read.
+        bytes_read: By (id, bytes) of the model's storages, and offset: what operators of torch read
+            there, whatever the values.
     """
 
     operators: defaultdict[Part, Counter[str]] = field(
@@ -100,7 +102,9 @@ class Footprint:
     overwritten: set[int] = field(default_factory=set)
     written: set[int] = field(default_factory=set)
     storages_read: set[int] = field(default_factory=set)
-    read_whole: dict[int, int] = field(default_factory=dict)
+    bytes_read: defaultdict[tuple[int, int], dict[int, int]] = field(
+        default_factory=partial(defaultdict, dict),
+    )
     outside: list[torch.Tensor] = field(default_factory=list)
 
 
@@ -254,8 +258,8 @@ class Look(DispatchMode):
             if is_tensor(change.now):
                 self._names[id(change.now)] = path
         self._inputs = storages_of(inputs)
-        of_model = storages_of(self._state.tensors)
-        self.outside = Outside((*of_model, *self._inputs))
+        self._of_model = storages_of(self._state.tensors)
+        self.outside = Outside((*self._of_model, *self._inputs))
         self.found.from_inputs |= self._inputs
         self.refusals.watched = self.found.from_inputs
         self._in_piece = False
@@ -338,8 +342,13 @@ class Look(DispatchMode):
         self._count(func)
         if self._key == "CPU" or any(tensor.device.type != "cpu" for tensor in tensors):
             refuse_host(func, args, kwargs, self.refusals)
+        takes_shape = func._opname.startswith("new_") or func._opname.endswith("_like")
         if self._part == "segment":
-            self._note_reads(func, tensors)
+            # whole numbers choose what is read; operators of others may choose, too
+            is_whole = _PLACES.isdisjoint(tensor.dtype for tensor in tensors)
+            if is_foreign or takes_shape or operator_of(func).is_view:
+                is_whole = False
+            self._note_reads(tensors, is_whole=is_whole)
             if may_draw or self._has_drawn:
                 self._find_seeded()
         try:
@@ -353,7 +362,6 @@ class Look(DispatchMode):
         ids_written = set(map(storage_id, written))
         if found.writes_input is None and not ids_written.isdisjoint(self._inputs):
             found.writes_input = blamed_line()
-        takes_shape = func._opname.startswith("new_") or func._opname.endswith("_like")
         if not takes_shape and not found.from_inputs.keys().isdisjoint(given):
             found.from_inputs |= storages_of(results)
         if self._in_piece:
@@ -371,18 +379,26 @@ class Look(DispatchMode):
 
     def _note_reads(
         self,
-        func: Any,
         given: Iterable[torch.Tensor],
+        *,
+        is_whole: bool,
     ) -> None:
         found = self.found
         for tensor in given:
             name = self._names.get(id(tensor))
-            if name is None:
-                continue
-            found.reads.setdefault(name, tensor)
-            if func._opname not in _READ_IN_PART:
-                storage = tensor.untyped_storage()
-                found.read_whole[storage._cdata] = storage.nbytes()
+            if name is not None:
+                found.reads.setdefault(name, tensor)
+            storage = storage_id(tensor)
+            if storage in self._of_model:
+                parts = found.bytes_read[storage, tensor.untyped_storage().nbytes()]
+                offset = int(tensor.storage_offset())
+                span = compute_required_storage_length(
+                    tensor.shape,
+                    tensor.stride(),
+                    storage_offset=0,
+                )
+                read = is_whole * min(span, tensor.numel()) * tensor.itemsize
+                parts[offset] = max(parts.get(offset, 0), read)
 
     def _count(self, func: Any) -> None:
         if not self._depth and _computes(func):

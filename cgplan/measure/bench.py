@@ -14,7 +14,7 @@ import math
 import random
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -95,8 +95,7 @@ def bench(
             "bench --against needs inputs where only rows vary", remedy="Leave --against out."
         )
     by_box = [examples(runner, *box) for box in _boxes(runner)]
-    records = latencies(runner, by_box, progress)
-    report = runner.report  # before baselines change it
+    measured = _measured(runner, by_box, progress)
     peers = None
     if against:
         peers = bench_baselines(
@@ -106,31 +105,35 @@ def bench(
             seed=seed,
             progress=progress,
         )
-    return BenchReport(
-        environment=runner.backend.environment(runner.plan.config_hash),
-        capture=report,
-        repeats=runner.config.report.repeats,
-        records=records,
-        floor=floor_of(runner),
-        peers=peers,
-    )
+    return BenchReport(**measured, peers=peers)
 
 
-def _state_of(runner: GraphRunner) -> PutBack:
+def _state_of(
+    runner: GraphRunner,
+    batches: Iterable[BenchBatch],
+    run: Callable[[BenchBatch], object],
+) -> PutBack:
+    """Before the runs of these batches."""
     limit = copy_limit(
         runner.config.compilation,
         runner.backend,
     )
     found = PutBack(runner.graphs.fingerprint(), limit)
     found.keeps_first_use = False  # a look alone does not tell it apart
+
+    def run_all() -> None:
+        for batch in batches:
+            run(batch)
+
+    look(run_all, found)
     return found
 
 
-def latencies(
+def _measured(
     runner: GraphRunner,
     by_box: Sequence[list[BenchBatch]],
     progress: Progress | None = None,
-) -> tuple[BenchRecord, ...]:
+) -> dict[str, Any]:
     batches = list[BenchBatch]()
     for found in by_box:
         batches += found
@@ -149,16 +152,16 @@ def latencies(
         except Exception as error:
             raise_caused(explain_eager_failure(error, name), error)
 
-    def run_all() -> None:
-        for batch in batches:
-            runner.run_eagerly(padded=False, **_call_of(runner, batch))
+    def run(batch: BenchBatch) -> None:
+        runner.run_eagerly(padded=False, **_call_of(runner, batch))
 
     if runner.config.compilation.is_lazy:
         for batch in batches:
             call = _call_of(runner, batch)
             attempt(f"{batch.size} tokens", runner, **call)  # captures its graph
-    state = _state_of(runner)
-    look(run_all, state)
+    floor = floor_of(runner)
+    runner.backend.release_cached()
+    state = _state_of(runner, batches, run)
     try:
         for index, (number, batch) in enumerate(turns):
             name = f"{batch.size} tokens"
@@ -168,7 +171,13 @@ def latencies(
             attempt(name, _take_turn, runner, batch, share, state)
     finally:
         state.restore()
-    return tuple(_record(runner, batch) for batch in batches)
+    return {
+        "environment": runner.backend.environment(runner.plan.config_hash),
+        "capture": runner.report,
+        "repeats": repeats,
+        "records": tuple(_record(runner, batch) for batch in batches),
+        "floor": floor,
+    }
 
 
 def floor_of(runner: GraphRunner) -> FloorRecord | None:
@@ -207,6 +216,7 @@ def floor_of(runner: GraphRunner) -> FloorRecord | None:
             return None
     return FloorRecord(
         weight_bytes=runner.graphs.facts.weight_bytes,
+        state_bytes=runner.graphs.facts.state_bytes,
         bytes_per_us=2 * COPIED_BYTES / median(copies),
         kernel_us=median(replays) / KERNELS,
     )
@@ -675,18 +685,13 @@ class Comparison:
         for batch in batches:
             self._inputs += [(tensor, tensor.clone()) for tensor in batch.tensors.values()]
         device = runner.backend.device
-        self._state = _state_of(runner)
+        self._state = _state_of(runner, batches, partial(BenchBatch.run, model=runner.model))
         self._generators = self._state.before.generators
         self._outputs: dict[int, Any] = {}
         self._unsteady = set[int]()
         self._draws = set[int]()
 
-        def run_all() -> None:
-            for batch in batches:
-                batch.run(runner.model)
-
         with random_state_kept(device, self._generators):
-            look(run_all, self._state)
             for batch in batches:
                 call = partial(batch.run, runner.model)
                 wanted = self._outputs[batch.size] = self._run(call, seed)
@@ -853,8 +858,8 @@ def check_up(runner: GraphRunner) -> DoctorReport:
     """For a few sizes."""
     boxes = {descriptor.box for _, descriptor in timed_keys(runner)}
     by_box = [examples(runner, *box) for box in sorted(boxes)]
-    measured = latencies(runner, by_box)
-    records = [record for record in measured if record.graph]
+    measured = _measured(runner, by_box)
+    records = [record for record in measured["records"] if record.graph]
     outside = Counter[str]()
     for record in records:
         entry = runner.graphs.entry(record.key)
@@ -865,14 +870,8 @@ def check_up(runner: GraphRunner) -> DoctorReport:
             for piece in entry.graph.eager_pieces:
                 place = f"{piece.name}, at {piece.line}"
                 outside[place] += 1
-    return DoctorReport(
-        environment=runner.backend.environment(runner.plan.config_hash),
-        capture=runner.report,
-        repeats=runner.config.report.repeats,
-        records=tuple(records),
-        floor=floor_of(runner) if records else None,
-        outside=dict(outside.most_common()),
-    )
+    measured["records"] = tuple(records)
+    return DoctorReport(**measured, outside=dict(outside.most_common()))
 
 
 def describe_split(

@@ -485,11 +485,13 @@ LEAST_GAIN = 1.02  # below it graphs are not worth their memory
 class FloorRecord(Record):
     """What no kernel is faster than: reading the weights, and the kernels' number.
 
-    ``bytes_per_us``: of a copy on this GPU, read and written. ``kernel_us``: of a kernel that does
-    next to nothing, in a graph of many.
+    ``state_bytes``: the model's other memory, of which a step may read a part. ``bytes_per_us``: of
+    a copy on this GPU, read and written. ``kernel_us``: of a kernel that does next to nothing, in a
+    graph of many.
     """
 
     weight_bytes: int
+    state_bytes: int = 0
     bytes_per_us: float
     kernel_us: float
 

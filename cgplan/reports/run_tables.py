@@ -445,39 +445,43 @@ def _floor_rows(report: LatencyReport) -> Iterator[Fact]:
         rate = format_bytes(round(1e6 * found.bytes_per_us))
         read = format_bytes(found.weight_bytes)
         each = format_microseconds(found.kernel_us)
-        yield "floor", f"{read} of weights at {rate}/s, {each} for each kernel, both measured"
+        yield "floor", f"{read} of weights at {rate}/s, {each} for each kernel, both measured first"
+        if found.state_bytes:
+            rest = format_bytes(found.state_bytes)
+            took = format_microseconds(found.state_bytes / found.bytes_per_us)
+            which = "KV caches, tables, operands of custom operators"
+            yield "besides", f"{rest} ({which}), of which a step may read a part: {took} for all"
     elif not report.capture.environment.is_tape:
         yield "floor", "not measured, which takes an idle GPU with 512 MiB free"
 
 
 def floor(report: LatencyReport) -> Grid | None:
     found = report.floor
-    if found is None:
-        return None
     nodes = {graph.key: graph.nodes for graph in report.capture.records}
     rows = []
     for record in report.records:
-        if record.replay_queued is None or record.mode is not CUDAGraphMode.FULL:
-            continue  # weights are of the whole forward
-        took = record.replay_queued.median
-        kernels = nodes.get(record.key)
-        gaps = rest = None
-        if kernels is not None:
-            gaps = kernels * found.kernel_us
-            rest = max(took - found.weights_us - gaps, 0.0)
-        size = record.descriptor.size
-        rows.append((record.lane, size, took, found.weights_us, kernels, gaps, rest))
-    if not rows:
+        if record.replay_queued and record.mode is CUDAGraphMode.FULL:
+            rows.append(record)  # weights are of the whole forward
+    if not found or not rows:
         return None
+
+    def gaps(row: Any) -> Any:
+        kernels = nodes.get(row.key)
+        return kernels and kernels * found.kernel_us
+
+    def rest(row: Any) -> Any:
+        taken = gaps(row)
+        return taken and max(row.replay_queued.median - found.weights_us - taken, 0.0)
+
     return Grid(
         rows,
-        TextColumn("key", "0"),
-        Column("tokens", "1"),
-        Microseconds("replay", "2"),
-        Microseconds("weights", "3"),
-        Column("kernels", "4"),
-        Microseconds("their gaps", "5"),
-        Microseconds("the rest", "6"),
+        TextColumn("key", "lane"),
+        Column("tokens", "descriptor.size"),
+        Microseconds("replay", "replay_queued.median"),
+        Microseconds("weights", lambda _: found.weights_us),
+        Column("kernels", lambda row: nodes.get(row.key)),
+        Microseconds("their gaps", gaps),
+        Microseconds("the rest", rest),
         short=True,
     )
 

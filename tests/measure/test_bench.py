@@ -98,6 +98,7 @@ def test_a_busy_while_does_not_make_the_first_size_slow(
         return times, times
 
     monkeypatch.setattr(type(backend), "time_calls", time_calls)
+    monkeypatch.setattr("cgplan.measure.bench.floor_of", lambda _: None)
     runner = open_runner(backend, net(backend))
     report = bench(runner)
     assert [record.eager.median for record in report.records] == [5.0, 5.0]
@@ -577,6 +578,35 @@ def test_a_check_up_has_the_floor_of_its_keys(backend: GraphBackend) -> None:
         assert nodes is not None
         assert f"{nodes * 0.5:.0f}ns" in table or f"{nodes * 0.5:.2f}us" in table
         runner.close()
+
+
+@pytest.mark.parametrize(
+    ("measure", "policy"), [(bench, "eager"), (bench, "lazy"), (check_up, "eager")]
+)
+def test_constants_of_the_floor_are_measured_before_the_model(
+    monkeypatch: pytest.MonkeyPatch, measure: Callable[[GraphRunner], Any], policy: str
+) -> None:
+    order = list[str]()
+
+    def floor(runner: GraphRunner) -> FloorRecord:
+        order.append("floor")
+        weights = runner.graphs.facts.weight_bytes
+        return FloorRecord(weight_bytes=weights, bytes_per_us=1, kernel_us=1)
+
+    def time_calls(self: TapeBackend, *args: Any, **options: Any) -> Any:
+        order.append("model")
+        return own_times(self, *args, **options)
+
+    own_times = TapeBackend.time_calls
+    monkeypatch.setattr("cgplan.measure.bench.floor_of", floor)
+    monkeypatch.setattr(TapeBackend, "time_calls", time_calls)
+    backend = select_backend("cpu")
+    with closing(open_runner(backend, net(backend), capture_policy=policy)) as runner:
+        found = measure(runner).floor
+    assert found is not None
+    assert found.weight_bytes > 0  # known once a key is captured
+    assert order[:2] == ["floor", "model"]
+    assert order.count("floor") == 1
 
 
 def open_small() -> cgplan.GraphRunner:

@@ -280,3 +280,9 @@ def test_a_bench_says_what_no_replay_can_be_faster_than() -> None:
     assert "1.9 MiB of weights at 954 MiB/s, 1.50 us for each kernel" in title
     rows = rows_of(table)
     assert [row[-4:] for row in rows] == [["2.00ms", "451", "676us", "0.00us"]] * 2
+    assert "besides" not in title
+    cache = floor.changed(state_bytes=3 << 20)
+    title, same_table = render_text(report.changed(floor=cache), 200).split("What a replay cannot")
+    assert "besides  3.0 MiB (KV caches" in title
+    assert "a step may read a part: 3.15 ms for all" in title
+    assert rows_of(same_table) == rows

@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._device import DeviceContext
 
 import cgplan
-from cgplan.backends import GraphBackend
+from cgplan.backends import GraphBackend, select_backend
 from cgplan.backends.context import forward_context, get_forward_context
 from cgplan.backends.tape import TapeBackend
 from cgplan.captures.captured_keys import CaptureProgress
@@ -1323,14 +1323,57 @@ def test_the_floor_of_a_bench_counts_weights_that_are_read_whole(backend: GraphB
     )
     with closing(runner):
         assert runner.graphs.facts.weight_bytes == 8 * 8 * 4
+        assert runner.graphs.facts.state_bytes == 1000 * 8 * 4 + 4
         floor = cgplan.bench(runner).floor
     if backend.is_tape:
         assert floor is None
     else:
         assert floor is not None
         assert floor.weight_bytes == 8 * 8 * 4
+        assert floor.state_bytes == 1000 * 8 * 4 + 4
         assert 1e5 < floor.bytes_per_us < 1e8
         assert 0.1 < floor.kernel_us < 100
+
+
+class Read(nn.Module):
+    """100 rows of memory, which ``read`` reads."""
+
+    def __init__(self, read: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.ones(100, 8))
+        self.read = read
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.read(x, self.rows)
+
+
+def through_a_cache(x: Tensor, rows: Tensor) -> Tensor:
+    rows.index_copy_(0, torch.zeros(1, dtype=torch.int64, device=x.device), x[:1])
+    return x @ rows.T
+
+
+@pytest.mark.parametrize(
+    ("read", "weight_rows"),
+    [
+        (lambda x, rows: x @ rows.T, 100),
+        (lambda x, rows: x @ rows[:60].T + (x @ rows[60:].T).sum(), 100),  # two weights in one
+        (lambda x, rows: x @ rows.T + (x @ rows[60:].T).sum(), 100),
+        (lambda x, rows: x + rows[: len(x)], 4),  # a table of positions
+        (lambda x, rows: x + rows[1:2].expand_as(x), 1),
+        (lambda x, rows: x + rows[x.sum(1).long()], 0),
+        (lambda x, rows: x + torch.zeros_like(rows).sum(), 0),
+        (through_a_cache, 0),
+        (lambda x, rows: torch.ops.mkldnn._linear_pointwise(x, rows, None, "none", [], ""), 0),
+    ],
+)
+def test_a_floor_counts_what_is_read_whatever_the_values_are(read: Any, weight_rows: int) -> None:
+    """An operator of another package may read a part of what it is given."""
+    inputs = {"x": Input(shape=("num_tokens", 8), dtype="float32", pad=0)}
+    backend = select_backend("cpu")
+    with torch.no_grad(), closing(open_runner(backend, Read(read), inputs, sizes=[2, 4])) as runner:
+        facts = runner.graphs.facts
+        assert facts.weight_bytes == weight_rows * 8 * 4
+        assert facts.state_bytes == (100 - weight_rows) * 8 * 4
 
 
 REQUEST_LENGTHS = Input(shape=("num_reqs",), dtype="int32", pad=0)
