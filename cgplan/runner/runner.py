@@ -300,8 +300,7 @@ class GraphRunner:
         self._forbidden = 0  # nested `no_capture`
         self._handed: weakref.WeakSet[StagedBuffers] = weakref.WeakSet()
         self._replanner = Replanner(self.stats)
-        self._replays_before = self.stats.replays
-        self._replayed = self._replays_before  # until the last sleep
+        self._replayed = self.stats.replays_before = self.stats.replays  # until the last sleep
         self._serve(captured)
 
     # Each of these ends more than the one above: calls that were looked up; staged ones, too, as
@@ -837,7 +836,7 @@ class GraphRunner:
         on_demand: bool,
     ) -> None:
         self._serve(self._capture_plan(self._captured.asked, keys, on_demand))
-        self._replays_before = self.stats.replays
+        self.stats.replays_before = self.stats.replays
 
     def exchange(
         self,
@@ -930,8 +929,9 @@ class GraphRunner:
     suspend = sleep  # its former name
 
     def wake(self) -> None:
-        """Capture the keys that replayed since the last start or wake, or else before it, with the
-        model's current memory, and others when a batch asks for them; with several ranks, all.
+        """Capture the keys that replayed since the last start, wake or ``stats.reset()``, or else
+        before it, with the model's current memory, and others when a batch asks for them; with
+        several ranks, all.
 
         Raises, and the runner stays asleep:
             AddressError: a parameter, or a tensor that graphs read, is gone or looks otherwise.
@@ -943,7 +943,7 @@ class GraphRunner:
                 return
             graphs = self.graphs
             self._before_sleep.refuse_reshaped(graphs.roots)
-            self._replayed = self.stats.replays - self._replays_before or self._replayed
+            self._replayed = self.stats.replays - self.stats.replays_before or self._replayed
             keys = self._captured.asked.keys
             is_alone = graphs.is_alone
             if is_alone:

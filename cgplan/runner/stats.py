@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from cgplan.errors import CgplanError
-from cgplan.modes import BatchDescriptor, CUDAGraphMode
+from cgplan.modes import BatchDescriptor, CUDAGraphMode, Key
 from cgplan.planning import MissReason, Plan
 from cgplan.runner.routing import RoutedBatch
 from cgplan.traffic.files import COLUMNS
@@ -57,6 +57,7 @@ class RunnerStats:
         self.failures = 0
         self.timed_calls = 0
         self.timed_nanoseconds = 0
+        self.replays_before = Counter[Key]()  # the runner's start
         self._resets = 0
         self._counts: dict[Asked, BatchCount] = {}
         self.time_every = 16
@@ -121,8 +122,8 @@ class RunnerStats:
         return [count for count in known if count.calls]
 
     @property
-    def replays(self) -> Counter[tuple[CUDAGraphMode, BatchDescriptor]]:
-        total = Counter[tuple[CUDAGraphMode, BatchDescriptor]]()
+    def replays(self) -> Counter[Key]:
+        total = Counter[Key]()
         for count in self.counts:
             if count.reason is None:
                 total[count.mode, count.descriptor] += count.calls
@@ -154,6 +155,7 @@ class RunnerStats:
     def reset(self) -> None:
         """Count from 0 again, but for captures."""
         self._resets += 1
+        self.replays_before = Counter()
         for count in list(self._counts.values()):
             count.calls = 0
         self.timed_calls = 0

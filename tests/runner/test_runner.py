@@ -213,6 +213,25 @@ def test_a_runner_wakes_with_the_keys_that_it_used(backend: GraphBackend, policy
         assert len(runner.plan.keys) == (1 if policy == "lazy" else 3)
 
 
+def test_a_runner_wakes_with_the_keys_that_it_used_since_its_statistics_began_anew(
+    backend: GraphBackend,
+) -> None:
+    runner, _ = open_weighted(backend)
+    with closing(runner):
+        for _ in range(3):
+            runner(x=batch(backend, 2))
+            runner(x=batch(backend, 3))
+        runner.sleep()
+        runner.wake()
+        runner(x=batch(backend, 2))
+        runner.stats.reset()
+        runner(x=batch(backend, 3))
+        runner(x=batch(backend, 8))
+        runner.sleep()
+        runner.wake()
+        assert runner.plan.capture_sizes == (4, 8)
+
+
 def test_a_runner_sleeps_on_where_a_wake_fails(backend: GraphBackend) -> None:
     runner, model = open_weighted(backend)
     x = batch(backend, 4)
