@@ -148,7 +148,7 @@ def check_vllm(
             said += others
             costs = GraphCosts.from_vllm_log(log, read.loaded.config, str(file))
             predicted = costs.of(plan.keys)
-        said += log.said(plan)
+        said += log.said(plan, others)
         nbytes = log.bytes
         if predicted:
             memory = predicted.total_bytes

@@ -10,7 +10,7 @@ import json
 import re
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 
@@ -212,7 +212,11 @@ class StartLog:
             f"{counted(len(plan.keys), 'graph')}{drafts}"
         )
 
-    def said(self, plan: Plan) -> Iterator[str]:
+    def said(
+        self,
+        plan: Plan,
+        of_other_options: Sequence[str] = (),
+    ) -> Iterator[str]:
         for doubt in self.doubts(plan):
             yield f"warning: {doubt}"
         priced = plan.predicted and plan.predicted.model
@@ -222,9 +226,7 @@ class StartLog:
         if self.reserved:
             kept = f", and vLLM kept {format_bytes(self.reserved)} free for them"
         cost = plan.predicted
-        if cost and any(self.of_other_options(plan)):
-            cost = None
-        if cost and self.seconds > FAR * cost.seconds + 1:
+        if cost and not of_other_options and self.seconds > FAR * cost.seconds + 1:
             kept += ", far longer than predicted"
         yield (
             f"by the log the graphs took {format_bytes(self.bytes)} and {self.seconds:.0f} s{kept}"
