@@ -23,9 +23,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
-from math import inf, prod
+from math import inf
 from operator import attrgetter
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -434,7 +434,7 @@ class _Search:
 
 
 CANDIDATES = 1600  # boxes to choose among, about
-LIMITS: tuple[PlanLimit, ...] = get_args(PlanLimit)[:3]
+PRICED: tuple[PlanLimit, ...] = ("memory", "capture_time")
 BOXES = 32  # where no budget says how many
 ROUNDS = 3  # of exchanges in each dimension of a grid
 EVEN = (np.arange(1, 5), np.arange(1, 9))  # steps of a grid of 4 x 8 evenly spaced sizes
@@ -554,7 +554,7 @@ class _BoxProblem:
         )
         self._dims = dims_of(self.config)
         given = self.config.budget.model_dump(exclude_none=True)
-        self._given = {limit: given[limit] * (1 + ROUNDING) for limit in LIMITS if limit in given}
+        self._given = {limit: most * (1 + ROUNDING) for limit, most in given.items()}
         batches = np.array([*traffic.counts])
         self._weights = np.array(
             [*traffic.counts.values()],
@@ -662,12 +662,12 @@ class _BoxProblem:
     def _broken(self, boxes: Ints) -> list[PlanLimit]:
         """The limits that these boxes break."""
         graphs = len(boxes) * len(self._lanes)
-        spent = {"max_graphs": float(graphs)}
+        spent: dict[PlanLimit, float] = {"max_graphs": graphs}
         paid = self._price(boxes)
         if paid is not None:
             spent["memory"] = paid.total_bytes
             spent["capture_time"] = paid.seconds
-        return [limit for limit in LIMITS if spent.get(limit, 0) > self._given.get(limit, inf)]
+        return [limit for limit, used in spent.items() if used > self._given.get(limit, inf)]
 
     def _best(self, most: int, grid: Ints) -> tuple[Ints, float, list[PlanLimit]]:
         """Boxes within the budget, the lower bound, and the limits that the next box would
@@ -724,9 +724,10 @@ class _BoxProblem:
 
     def _best_grid(self, graphs: int) -> Ints:
         """The best full grid that exchanges of the sizes of one dimension at a time find."""
-        numbers = [range(1, min(sizes.size, graphs) + 1) for sizes in self._sizes]
-        shapes = np.array([shape for shape in product(*numbers) if prod(shape) <= graphs])
-        best = shapes
+        numbers = [np.arange(min(sizes.size, graphs)) + 1 for sizes in self._sizes]
+        shapes = _grid(numbers)
+        shapes = shapes[shapes.prod(axis=1) <= graphs]
+        best: Ints = shapes
         least = inf
         for shape in shapes:
             as_large = (shapes >= shape).all(axis=1)
@@ -885,7 +886,9 @@ class _BoxProblem:
         eager = None
         surface = self.surface
         compared = {}
-        measured = [axis[-1] for axis in surface.axes] if surface else boxes.max(axis=0)
+        measured = boxes.max(axis=0)
+        if surface:
+            measured = np.array([axis[-1] for axis in surface.axes])
         if surface and surface.eager is not None:
             batches = np.array([*self.traffic.counts])
             each = surface._replace(values=surface.eager).at(batches)
@@ -928,7 +931,7 @@ class _BoxProblem:
             times_source=surface.source if surface else "1 us for each element",
             **of_costs(self.costs),
             unbounded=tuple(
-                limit for limit in LIMITS[1:] if self.costs is None and limit in self._given
+                limit for limit in PRICED if self.costs is None and limit in self._given
             ),
             rule=f"the best {most} boxes of sizes of the traffic within the budget; each of its "
             "batches has a graph",
