@@ -14,8 +14,8 @@ import math
 import random
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -141,14 +141,10 @@ def _measured(
     rounds = min(MOST_ROUNDS, repeats)
     turns = list(product(range(rounds), batches))
 
-    def attempt(
-        name: str,
-        function: Callable[..., object],
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
+    @contextmanager
+    def explained(name: str) -> Iterator[None]:
         try:
-            function(*args, **kwargs)
+            yield
         except Exception as error:
             raise_caused(explain_eager_failure(error, name), error)
 
@@ -157,8 +153,8 @@ def _measured(
 
     if runner.config.compilation.is_lazy:
         for batch in batches:
-            call = _call_of(runner, batch)
-            attempt(f"{batch.size} tokens", runner, **call)  # captures its graph
+            with explained(f"{batch.size} tokens"):
+                runner(**_call_of(runner, batch))  # captures its graph
     floor = floor_of(runner)
     runner.backend.release_cached()
     state = _state_of(runner, batches, run)
@@ -168,7 +164,8 @@ def _measured(
             if progress:
                 progress(index, len(turns), name)
             share = len(range(number, repeats, rounds))
-            attempt(name, _take_turn, runner, batch, share, state)
+            with explained(name):
+                _take_turn(runner, batch, share, state)
     finally:
         state.restore()
     return {
