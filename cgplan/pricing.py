@@ -52,7 +52,7 @@ class GraphCosts:
     ``pool_bytes``, ``driver_bytes`` and ``seconds``.
 
     Attributes:
-        source, estimated, notes, workspace_bytes, model: As in ``Predicted``.
+        source, estimated, notes, workspace_bytes, model, has_drafts: As in ``Predicted``.
         config: Its inputs are in the static buffers.
         once_seconds: Extra time of the first capture: tracing, loading kernels.
         largest: Elements of the largest graph whose cost is not extrapolated.
@@ -65,6 +65,7 @@ class GraphCosts:
     once_seconds = 0.0
     largest = math.inf
     model = ""
+    has_drafts = False
 
     def __init__(
         self,
@@ -239,6 +240,7 @@ class GraphCosts:
         costs = cls(keys, points, config, source=source, notes=notes)
         costs.estimated = True
         costs.model = log.model or ""
+        costs.has_drafts = bool(log.drafts)
         return costs
 
     def of(self, keys: Sequence[Key]) -> Predicted:
@@ -268,6 +270,7 @@ class GraphCosts:
             notes=self.notes,
             extrapolated=extrapolated,
             model=self.model,
+            has_drafts=self.has_drafts,
         )
 
     def static_bytes(

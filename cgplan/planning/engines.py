@@ -164,11 +164,12 @@ def read_vllm(
             )
     is_doubled = performance_mode == "throughput"
     doubled = ", and --performance-mode throughput doubles it" if is_doubled else ""
-    for name in ("max_num_seqs", "max_num_batched_tokens"):
+    logged = "; its log has `Chunked prefill is enabled with max_num_batched_tokens=`"
+    for name, where in {"max_num_seqs": "", "max_num_batched_tokens": logged}.items():
         if options[f"scheduler.{name}"] is None:
             notes.append(
                 f"--{name.replace('_', '-')} was not given: {getattr(config.scheduler, name)} was "
-                f"taken, vLLM's default depends on the GPU{doubled}"
+                f"taken, vLLM's default depends on the GPU{doubled}{where}"
             )
     notes.append(
         "vLLM lowers the mode where its attention backend cannot be captured: that is taken not "

@@ -226,6 +226,7 @@ class Predicted(Record):
         notes: Why the configuration may have other figures.
         extrapolated: Whether a graph is larger than those measured.
         model: Of the log of vLLM, if that is the source.
+        has_drafts: Whether each key has its share of the graphs of a draft model.
     """
 
     keys: tuple[KeyCost, ...]
@@ -236,6 +237,7 @@ class Predicted(Record):
     notes: tuple[str, ...] = ()
     extrapolated: bool = False
     model: str = ""
+    has_drafts: bool = False
 
     @property
     def pool_bytes(self) -> int:

@@ -55,6 +55,7 @@ _CAPTURES = re.compile(
     r"(?:CUDAGraphMode\.)?(\w+)"
     r"(?:.*?'cudagraph_capture_sizes': |\s*\n.*- Capture sizes: )(\[[\d, ]*\])"
 )
+_SEQS = re.compile(r"non-default args: .*'max_num_seqs': (\d+)")
 _BOUND = re.compile(r"Chunked prefill is enabled with max_num_batched_tokens=(\d+)")
 _STEP = re.compile(
     r"Iteration\(\d+\): (\d+) context requests, (\d+) context tokens, (\d+) generation requests, "
@@ -91,6 +92,7 @@ class StartLog:
     mode: CUDAGraphMode | None = None
     sizes: tuple[int, ...] = ()
     kv_token_bytes: int = 0
+    max_num_seqs: int = 0
     max_num_batched_tokens: int = 0
     drafts: int | None = None
     method: str | None = None
@@ -104,7 +106,7 @@ class StartLog:
             return None
         last = starts[-1]
         text = _START + parts[last]
-        bounds = _BOUND.findall(parts[max(last - 1, 0)])  # of the server, before its engine
+        server = parts[max(last - 1, 0)]  # before its engine
         seconds, taken = zip(*_FINISHED.findall(text), strict=True)
         captures = _CAPTURES.search(text)
         sizes = sorted(json.loads(captures[3])) if captures else []
@@ -144,17 +146,22 @@ class StartLog:
             mode=captures and CUDAGraphMode.parse(captures[2]),
             sizes=tuple(sizes),
             kv_token_bytes=round(kv_bytes),
-            max_num_batched_tokens=int(["0", *bounds][-1]),
+            max_num_seqs=int(["0", *_SEQS.findall(server)][-1]),
+            max_num_batched_tokens=int(["0", *_BOUND.findall(server)][-1]),
             drafts=drafts and int(drafts[2] or 0),
             method=drafts and drafts[1],
         )
 
     def doubts(self, plan: Plan) -> Iterator[str]:
         """Why its figures may not be those of these graphs of vLLM."""
-        bound = self.max_num_batched_tokens
-        if bound not in (0, plan.max_num_batched_tokens):
+        for bound in ("max_num_seqs", "max_num_batched_tokens"):
+            had, has = getattr(self, bound), getattr(plan, bound)
+            if had not in (0, has):
+                yield f"the log is of --{bound.replace('_', '-')} {had}, not {has}"
+        if plan.query_len > 1 and self.drafts is None:
             yield (
-                f"the log is of --max-num-batched-tokens {bound}, not {plan.max_num_batched_tokens}"
+                "the log does not tell its speculative tokens, which may be others than the plan's "
+                f"{plan.query_len - 1}: give it from its first line, which has speculative_config="
             )
         nearest = VERSIONS["vLLM"]
         if self.version and self.version.split(".")[:2] != nearest.split(".")[:2]:
@@ -186,6 +193,7 @@ class StartLog:
         own = Counter({mode: count for mode, (count, _) in self.graphs.items()})
         of_plan = Counter(mode for mode, _ in plan.keys)  # bars of draft models have other names
         started = self.started(plan)
+        is_alike = {*started.keys} == {*plan.keys}
         drafted = plan.query_len - 1
         method = plan.settings.speculative.method or ""
         found = list[str]()
@@ -194,22 +202,29 @@ class StartLog:
         # eagle3 is one with eagle, ngram_gpu with ngram
         elif self.method and not self.method.startswith(method[:5]):
             found.append(f"drafts of {self.method}, not {method}")
-        if not found and {*started.keys} == {*plan.keys} and own in (Counter(), of_plan):
+        if not found and is_alike and own in (Counter(), of_plan):
             return
-        graphs = counted(own.total() or started.num_graphs, "graph")
-        found += [f"{count} {mode}" for mode, count in own.items()]
+        if self.max_num_seqs not in (0, plan.max_num_seqs):
+            found.append(f"--max-num-seqs {self.max_num_seqs}, not {plan.max_num_seqs}")
         if started.mode is not plan.mode:
             found.append(f"mode {started.mode}, not {plan.mode}")
         had, has = ({key.num_tokens for _, key in which.keys} for which in (plan, started))
         for word, sizes in (("without", had - has), ("with", has - had)):
             if sizes:
                 found.append(f"{word} sizes {listed(sorted(sizes))}")
-        if found:
-            graphs += f" ({'; '.join(found)})"
+        if not found and is_alike:
+            found.append("another --max-num-seqs, --max-loras or attention backend")
+        elif not found:
+            found.append("vLLM has one list of sizes for all modes: plan by --emit vllm")
+        counts = []
+        for mode, count in own.items():
+            other = "" if count == of_plan[mode] else f", not {of_plan[mode]}"
+            counts.append(f"{count} {mode}{other}")
+        graphs = counted(own.total() or started.num_graphs, "graph")
         drafts = f" and {len(plan.draft_keys)} of the draft model" if plan.draft_keys else ""
         yield (
-            f"the log is of a start with {graphs}, the configuration has "
-            f"{counted(len(plan.keys), 'graph')}{drafts}"
+            f"the log is of a start with {graphs} ({'; '.join([*counts, *found])}), the "
+            f"configuration has {counted(len(plan.keys), 'graph')}{drafts}"
         )
 
     def said(
@@ -274,10 +289,11 @@ class StartLog:
         size = f"{left:.2f} GiB"
         if self.kv_token_bytes:
             size += f", {left * GIB / self.kv_token_bytes:,.0f} tokens"
+        bound = f" {self.max_num_batched_tokens}" if self.max_num_batched_tokens else ""
         yield (
             f"--kv-cache-memory-bytes {left * GIB:.0f} ({size}): {total:g} GiB of the GPU x "
-            f"--gpu-memory-utilization {share:g}, less {rest:.2f} GiB for all else, at "
-            f"the log's --max-num-batched-tokens, of it {format_bytes(graph_bytes)} for graphs"
+            f"--gpu-memory-utilization {share:g}, less {rest:.2f} GiB for all else, at the log's "
+            f"--max-num-batched-tokens{bound}, of it {format_bytes(graph_bytes)} for graphs"
         )
 
 

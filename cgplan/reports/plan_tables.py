@@ -206,7 +206,8 @@ def _headline(plan: Plan, evidence: Evidence) -> str:
         if theirs != memory:
             memory += f" instead of {theirs}"
     about = "estimated " if cost.estimated or cost.extrapolated else ""
-    return f"Plan: {graphs}, {about}start-up {seconds}, {about}memory {memory}"
+    lacking = "" if cost.has_drafts or not plan.draft_keys else ", both without the draft model's"
+    return f"Plan: {graphs}, {about}start-up {seconds}, {about}memory {memory}{lacking}"
 
 
 def head_rows(plan: Plan) -> list[Fact]:

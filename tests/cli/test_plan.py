@@ -972,7 +972,7 @@ def test_a_start_is_checked_against_the_plan(home: Path) -> None:
     assert line.findall(unwrapped(result.stdout)) == line.findall(of_options) != []
     assert line.findall(of_options) != line.findall(shown)
     said = (
-        "fewer.json: the log is of a start with 9 graphs (5 PIECEWISE; 4 FULL; with sizes 2, 4, 16), "
+        "fewer.json: the log is of a start with 9 graphs (5 PIECEWISE, not 2; 4 FULL, not 2; with sizes 2, 4, 16), "
         "the configuration has 4 graphs"
     )
     assert said in unwrapped(result.stderr)
@@ -997,6 +997,7 @@ def test_a_start_is_checked_against_the_plan(home: Path) -> None:
 
 def test_a_start_that_forgot_its_drafts_is_another(home: Path) -> None:
     """It has as many graphs of these sizes as the plan has of both models."""
+    use_traffic(home)
     drafts = ("--num-speculative-tokens", "1", "--speculative-method", "mtp")
     command = (
         "plan",
@@ -1023,20 +1024,26 @@ def test_a_start_that_forgot_its_drafts_is_another(home: Path) -> None:
     forgot = cgplan_command(*checked, "drafted.json", "--log", "alone.log")
     assert forgot.exit_code == errors.PlanMismatchError.exit_code
     assert (
-        "a start with 8 graphs (0 speculative tokens, not 1; 4 PIECEWISE; 4 FULL), the "
+        "a start with 8 graphs (4 PIECEWISE; 4 FULL; 0 speculative tokens, not 1), the "
         "configuration has 8 graphs and 8 of the draft model" in unwrapped(forgot.stderr)
     )
     other = cgplan_command(*checked, "drafted.json", "--log", "twice.log")
     assert other.exit_code == errors.PlanMismatchError.exit_code
-    assert "2 speculative tokens, not 1; " in unwrapped(other.stderr)
+    assert "; 2 speculative tokens, not 1)" in unwrapped(other.stderr)
     *_, hint, options = forgot.stdout.splitlines()
     assert hint == "made for 1 speculative tokens: add your --speculative-config"
     assert options.startswith("--compilation-config")
     more = cgplan_command(*checked, "alone.json", "--log", "drafted.log")
     assert more.exit_code == errors.PlanMismatchError.exit_code
-    assert "(1 speculative token, not 0; 4 PIECEWISE; 4 FULL)" in unwrapped(more.stderr)
+    assert "(4 PIECEWISE; 4 FULL; 1 speculative token, not 0)" in unwrapped(more.stderr)
     priced = good(*command, *drafts, "--costs", "twice.log", "--verbose").stdout
-    assert "the log is of a start with 8 graphs (2 speculative tokens, not 1; " in unwrapped(priced)
+    assert "start with 8 graphs (4 PIECEWISE; 4 FULL; 2 speculative tokens, not 1)" in unwrapped(
+        priced
+    )
+    for name, is_priced in (("twice", True), ("alone", False)):
+        given = ("--traffic", "traffic.csv", "--step-times", "times.csv", "--costs", f"{name}.log")
+        first, _, _ = good(*command, *drafts, *given).stdout.partition("verdict")
+        assert ("both without the draft model's" in " ".join(first.split())) is not is_priced
 
 
 def test_plan_diff_shows_costs_that_one_side_has(home: Path) -> None:

@@ -214,7 +214,7 @@ def test_pool_and_driver_memory_are_told_apart_by_a_log_of_level_debug() -> None
 def test_a_start_of_other_graphs_is_noted_and_one_without_graphs_refused() -> None:
     notes = costs_of(LOG, config_of(seqs=16)).notes
     assert any(
-        "is of a start with 9 graphs (5 PIECEWISE; 4 FULL; without sizes 24, 32), the configuration has"
+        "is of a start with 9 graphs (5 PIECEWISE, not 7; 4 FULL, not 5; without sizes 24, 32), the configuration has"
         in note
         for note in notes
     )
@@ -248,9 +248,14 @@ def logged(mode: str, sizes: list[int], graphs: dict[str, int]) -> StartLog:
             "FULL_DECODE_ONLY",
             [2, 8, 12],
             {"FULL": 5},
-            "5 FULL; mode FULL_DECODE_ONLY, not FULL_AND_PIECEWISE; without sizes 12",
+            "5 FULL, not 2; mode FULL_DECODE_ONLY, not FULL_AND_PIECEWISE; without sizes 12",
         ),
-        ("FULL_AND_PIECEWISE", [2, 8, 12], {"PIECEWISE": 5}, "5 PIECEWISE"),
+        (
+            "FULL_AND_PIECEWISE",
+            [2, 8, 12],
+            {"PIECEWISE": 5},
+            "5 PIECEWISE, not 3; another --max-num-seqs, --max-loras or attention backend",
+        ),
         ("FULL_AND_PIECEWISE", [2, 8, 12, 100], {}, "with sizes 100"),
     ],
 )
@@ -263,6 +268,40 @@ def test_graphs_of_a_start_are_compared_by_size_and_mode(
     said = f"the log is of a start with {number} graphs ({told}), the configuration has 5 graphs"
     found = [*logged(mode, sizes, graphs).of_other_options(plan)]
     assert found == ([] if told is None else [said])
+
+
+def test_a_start_with_more_requests_is_named_by_its_bound() -> None:
+    """Its sizes and mode are those of the plan; the server logs the options that it was given."""
+    plan = build_plan(config_of('{"cudagraph_capture_sizes": [1, 2, 4, 8, 16]}'))
+    given = "INFO non-default args: {'model': 'm', 'max_num_seqs': 16, 'port': 80}\n"
+    text = LOG.replace("FULL=4 (largest=8)", "FULL=5 (largest=16)").replace("4/4", "5/5")
+    (said,) = started(given + text).of_other_options(plan)
+    assert " 10 graphs (5 PIECEWISE; 5 FULL, not 4; --max-num-seqs 16, not 8), " in said
+    (said,) = started(text).of_other_options(plan)
+    assert " 10 graphs (5 PIECEWISE; 5 FULL, not 4; another --max-num-seqs, " in said
+    same = started(given + LOG)
+    assert [*same.of_other_options(plan)] == []
+    assert [*same.doubts(plan)] == ["the log is of --max-num-seqs 16, not 8"]
+
+
+def test_a_plan_with_sizes_for_each_mode_is_not_what_vllm_captures() -> None:
+    plan = build_plan(config_of('{"cudagraph_capture_sizes": [1, 2, 4, 8, 16]}'))
+    apart = plan.changed(
+        keys=tuple(key for key in plan.keys if key[1].num_tokens != 2 or key[1].uniform)
+    )
+    (said,) = started(LOG).of_other_options(apart)
+    assert "5 PIECEWISE, not 4; 4 FULL; vLLM has one list of sizes for all modes: " in said
+    assert "plan by --emit vllm" in said
+
+
+def test_a_log_that_does_not_tell_its_drafts_is_doubted() -> None:
+    read = read_vllm("{}", max_num_seqs=8, max_num_batched_tokens=64, num_speculative_tokens=3)
+    plan = build_plan(read.loaded.config)
+    for config, is_doubted in (("", True), (", speculative_config=None", False)):
+        log = started(LOG.replace("model='m'", f"model='m'{config}"))
+        told = [said for said in log.doubts(plan) if "speculative tokens" in said]
+        assert len(told) == is_doubted
+        assert [*log.doubts(PLAN)] == []
 
 
 @pytest.mark.parametrize("method", ["eagle", "ngram", None])
