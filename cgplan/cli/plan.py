@@ -460,16 +460,15 @@ def _for_sizes(
     from cgplan.traffic.step_times import REMEDY, StepSurface
 
     surface = None
-    unsure: list[str] = []
+    doubts: dict[str, Any] = {}
     file = loads.step_times
     if file:
         text = read_text(file, StepTimeError, REMEDY)
         surface = StepSurface.parse(text, file, config.dim_names)
-        unsure += _doubts(text, file, config, priced)
+        doubts["unsure"] = [*_doubts(text, file, config, priced)]
     sizes = read_sizes(loads.files[0][0], dims_of(config), build_plan(config))
     plan = propose_boxes(config, sizes, surface, priced.costs)
-    evidence = {**(plan.evidence or {}), "unsure": unsure}
-    return plan.changed(machine=priced.machine, evidence=evidence)
+    return plan.changed(machine=priced.machine, evidence={**(plan.evidence or {}), **doubts})
 
 
 def _for_traffic(

@@ -441,7 +441,8 @@ EVEN = (np.arange(1, 5), np.arange(1, 9))  # steps of a grid of 4 x 8 evenly spa
 MAP_SIZES = 12  # rows and columns of the map of padding
 NO_TIMES = (
     "no step times were given: a step counts 1 us for each element of its box, the product of its "
-    "sizes, so that these figures compare padding alone. --step-times FILE gives times"
+    "sizes, so these sizes are for the least padding: measure times by `cgplan bench FILE --output "
+    "bench.json`, and give --step-times bench.json"
 )
 
 
@@ -911,7 +912,7 @@ class _BoxProblem:
             longer = "longer" if by > 0 else "shorter"
             found.append(f"{abs(by):.1%} {longer} than {words}")
         verdict = f"steps {', '.join(found)}"
-        warnings = [] if surface else [NO_TIMES]
+        warnings = []
         if eager == bound:
             verdict = f"{NOTHING_SAVED}; {verdict}"
         beyond = self.traffic.beyond
@@ -947,6 +948,7 @@ class _BoxProblem:
             uses=tuple(self._uses(boxes)),
             ladders=tuple(ladders),
             asked="",
+            unsure=() if surface else (NO_TIMES,),
             warnings=tuple(warnings),
             verdict=verdict,
             padding=own.padding,

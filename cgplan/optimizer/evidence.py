@@ -12,7 +12,7 @@ from cgplan.units import counted
 
 ASKED_FOR = "asked for"
 NO_BATCH = "no batch would run in it"
-NOTHING_SAVED = "no graph saves time: eager steps take no longer"
+NOTHING_SAVED = "no graph saves time for this traffic: eager steps take no longer"
 MOST_UNMEASURED = 0.5  # share of the steps, above which a plan is extrapolated
 PlanLimit = Literal["max_graphs", "memory", "capture_time", "slo"]
 

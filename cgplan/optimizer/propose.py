@@ -87,6 +87,10 @@ WRITTEN: Mapping[str, Callable[[Any], str]] = {
 }
 MOST_OF_CURVE = 128  # graphs; a plan may have MOST_GRAPHS
 CLOSE = 0.05  # share of the time that graphs can save at all that a plan without a budget may leave
+OUTWEIGHED = (
+    "no graph saves time for this traffic: larger batches would be faster in one, but smaller "
+    "batches would run in it, too, and lose more"
+)
 # Shares of the time of those steps that graphs make faster, see Problem.changeable:
 WORTH = 1e-4  # a gain below which graphs are not worth a word
 ALIKE = 1e-3  # a difference between steps that count as equally long
@@ -785,9 +789,11 @@ class PlannedGraphs:
         if self.plan.mode is CUDAGraphMode.NONE:
             return "nothing is captured: the resolved cudagraph_mode is NONE"
         if not self.plan.keys:
-            if self.inputs.failed and self.inputs.problem_of_seen.saved > 0:
+            if self.inputs.problem_of_seen.saved <= 0:
+                return NOTHING_SAVED
+            if self.inputs.failed:
                 return f"no graph that saves time is left: {FAILED}"
-            return NOTHING_SAVED
+            return OUTWEIGHED
         graphs = self.plan.graph_words
         expected = self.run.expected_us
         if ladder is None:

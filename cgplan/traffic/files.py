@@ -243,12 +243,13 @@ def first_line(text: str) -> str:
     return next(filter(str.strip, text.split("\n")), "")
 
 
-def whole_object(text: str) -> dict[str, Any] | None:
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None
+def kind_of(text: str) -> Any:
+    """Of what cgplan saved as JSON; else None."""
+    found = None
+    if first_line(text).lstrip().startswith("{"):
+        with suppress(ValueError, RecursionError):
+            found = json.loads(text).get("kind")
+    return found
 
 
 def short(value: object) -> str:
@@ -548,7 +549,12 @@ def read_sizes(path: str | Path, dims: Sequence[Dim], plan: Plan) -> SizeCounts:
     counts: Counter[tuple[int, ...]] = Counter()
     beyond = 0
     rows: Iterable[tuple[tuple[int, ...], Any]]
-    if len(names) == 1 and (_METRIC in text or '"histogram"' in text):
+    if _METRIC in text or '"histogram"' in text:
+        if len(names) > 1:
+            raise TrafficError(
+                f"{path} counts batches by one size, and `dims` has {', '.join(names)}",
+                remedy=f"Give CSV with the columns {', '.join(names)} and {column}.",
+            )
         seen = _traffic_of(text, path, plan, None)
         assert isinstance(seen, Traffic)
         rows = [((shape.num_tokens,), round(weight)) for shape, weight in seen.histogram]
@@ -589,6 +595,13 @@ def _read(path: str | Path) -> tuple[str, Path]:
         )
     if not text.strip():
         raise TrafficError(f"{path} is empty", remedy="Give a file with traffic in it.")
+    kind = kind_of(text)
+    if kind not in (None, "traffic"):
+        raise TrafficError(
+            f"{path} is a saved {kind}, not traffic",
+            remedy="Give requests, counts of steps, or metrics of a runner; a bench is for "
+            "--step-times, a capture for --costs.",
+        )
     return text, Path(str(path).rpartition("://")[2])
 
 
@@ -600,15 +613,8 @@ def _traffic_of(
 ) -> Traffic | RequestTrace:
     first = first_line(text).lstrip()
     if first.startswith("{"):
-        document = whole_object(text) or {}
-        kind = document.get("kind")
-        if kind == "traffic":
+        if kind_of(text):
             return _saved(text, path)
-        if kind:
-            raise TrafficError(
-                f"{path} is a saved {kind}, not traffic",
-                remedy="Give requests, counts of steps, or metrics of a runner.",
-            )
     elif _HEADER.search(text):
         return log_traffic(text, path, plan)
     elif _METRIC in text:

@@ -38,8 +38,8 @@ from cgplan.traffic.files import (
     Whole,
     csv_rows,
     json_rows,
+    kind_of,
     sized_rows,
-    whole_object,
 )
 from cgplan.traffic.histogram import MOST_BATCHED_TOKENS, Traffic
 from cgplan.units import counted, format_microseconds, grouped
@@ -57,6 +57,9 @@ LORA_OVERHEAD = 0.1
 # of the time that eager takes longer than FULL; 0.10 to 0.22 in DEFAULT_POINTS
 PIECEWISE_SHARE = 0.25
 WORTH_A_NOTE = 0.05  # relative change of a measured point
+OF_ANOTHER_MODEL = (
+    "sizes for another model: `cgplan bench FILE --output b.json`, then --step-times b.json"
+)
 FEW = 16  # tokens
 FAR = 200  # times as long, or as short
 FULL_OF_DECODE = "FULL graphs were timed for uniform decode alone: mixed batches may take longer"
@@ -465,11 +468,10 @@ class StepTimes(Record):
     @classmethod
     def default(cls) -> StepTimes:
         """Enough to see the shape of an answer, not to trust its figures."""
-        return cls.measured(
-            DEFAULT_POINTS,
-            "default, of another model: Qwen3-0.6B's shape on an H200; engines' options need yours",
-            ["no step times were given: these are another model's; `cgplan bench` measures yours"],
+        times = cls.measured(
+            DEFAULT_POINTS, "default, of another model: Qwen3-0.6B's shape on an H200"
         )
+        return times.changed(unsure=(OF_ANOTHER_MODEL,))
 
     @classmethod
     def load(cls, path: str | Path) -> StepTimes:
@@ -674,6 +676,8 @@ class StepSurface(NamedTuple):
                     sizes = ran.num_tokens, *ran.sizes
                     rows.append((sizes, [record.graph.median, record.eager.median]))
         except ValidationError:
+            if kind_of(text):
+                _saved(text, path)
             kind = Time, ...
             for sizes, time in sized_rows(text, path, names, StepTimeError, "microseconds", kind):
                 rows.append((sizes, [time]))
@@ -802,8 +806,8 @@ def _saved(
         found = _SAVED.validate_json(text)
     except ValidationError as error:
         problem = f"{path}: neither a bench report nor step times: {first_problem(error)}"
-        kind = (whole_object(text) or {}).get("kind", "bench")
-        if kind not in ("bench", "step_times"):
+        kind = kind_of(text)
+        if kind not in (None, "bench", "step_times"):
             problem = f"{path} is a saved {kind}, which has no step times"
         raise StepTimeError(problem, remedy=REMEDY) from None
     if isinstance(found, StepTimes):
@@ -811,6 +815,12 @@ def _saved(
     runs = []
     for record in found.records:
         ran = record.descriptor
+        if ran.sizes:
+            raise StepTimeError(
+                f"{path} has times of batches of several sizes, and the configuration counts "
+                "num_tokens alone",
+                remedy="Give a bench of this configuration, or plan with the `dims` of that bench.",
+            )
         case = ran.num_active_loras
         eager = record.eager.median
         runs.append(Timed(CUDAGraphMode.NONE, record.num_tokens, eager, case=case))

@@ -729,7 +729,9 @@ def test_the_answer_for_the_traffic_of_the_readme_fits_on_one_screen(
         r"Plan: \d+ graphs instead of the vllm ladder's 35 graphs; --costs tells start-up time and memory",
         shown[0],
     )
-    assert any(line.startswith("  step times  default, of another model: ") for line in shown[:5])
+    warned, source = (line.split("  ")[-1].strip() for line in shown[3:5])
+    assert warned.startswith("sizes for another model: `cgplan bench FILE --output b.json`, then ")
+    assert source.startswith("default, of another model: ")
     monkeypatch.setenv("COLUMNS", "80")
     assert max(map(len, good(*command).stdout.splitlines())) <= 80
 
@@ -763,7 +765,7 @@ def test_what_is_emitted_is_planned_by_given_step_times(home: Path) -> None:
     message = refused(errors.StepTimeError, *emitted)
     assert "--step-times FILE" in message
     assert "--assume-default-times" in message
-    assert "these are another model's" in good(*emitted, "--assume-default-times").stderr
+    assert "sizes for another model" in good(*emitted, "--assume-default-times").stderr
     assert good(*command, "--emit", "vllm").stdout.startswith("--compilation-config")
 
 

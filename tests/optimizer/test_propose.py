@@ -711,6 +711,21 @@ def test_nothing_is_captured_where_graphs_bring_nothing() -> None:
         assert proposal.evidence.exact
 
 
+def test_the_verdict_says_where_graphs_lose_what_larger_batches_gain() -> None:
+    """10 tokens run in the graph of 62, which takes longer than they do eagerly."""
+    times = StepTimes.measured(
+        {(FULL, 0): {1: 1600, 64: 1700}, (NONE, 0): {1: 1300, 64: 1900}}, "crossing"
+    )
+    for larger, verdict in (
+        (0, "eager steps take no longer"),
+        (1, "larger batches would be faster"),
+    ):
+        seen = traffic({StepShape(10, 2): 9, StepShape(62, 2): larger})
+        evidence = propose(config_of("FULL", seqs=32), seen, times).evidence
+        assert evidence.graphs == 0
+        assert f"no graph saves time for this traffic: {verdict}" in evidence.verdict
+
+
 def test_the_verdict_says_that_graphs_could_not_be_captured() -> None:
     failed = {(FULL, BatchDescriptor(n, n)): "HostSyncError: aten::item" for n in range(1, 65)}
     uniform = {(FULL, BatchDescriptor(n, n, True)): "HostSyncError" for n in range(1, 65)}

@@ -812,6 +812,7 @@ def test_batches_of_several_sizes(tmp_path: Path, text: str) -> None:
         ("batch,length\n0,2\n", "lengths.csv:2: batch is '0'"),
         ("batch,length,count\n1,2,-1\n", "count is '-1'"),
         ("batch,length,count\n1,2,0\n9,9,1\n", "no batch up to {'batch': 8, 'length': 100}"),
+        ('{"kind": "bench", "records": []}', "lengths.csv is a saved bench, not traffic"),
     ],
 )
 def test_bad_batches_of_several_sizes(tmp_path: Path, text: str, told: str) -> None:
@@ -837,7 +838,7 @@ def test_a_runner_counts_batches_of_one_dimension(tmp_path: Path, text: str) -> 
     (tmp_path / "stats").write_text(text)
     found = read_sizes(tmp_path / "stats", [Dim("batch", max=8)], PLAN)
     assert (found.counts, found.beyond) == ({(3,): 7}, 1)
-    with pytest.raises(TrafficError):
+    with pytest.raises(TrafficError, match="stats counts batches by one size, and `dims` has"):
         read_sizes(tmp_path / "stats", SIZES, PLAN)
 
 

@@ -213,7 +213,7 @@ def test_a_case_takes_the_time_of_the_next_measured_one_and_cases_are_told_apart
 def test_the_default_says_that_it_is_of_another_model() -> None:
     times = StepTimes.default()
     assert "H200" in times.source
-    assert any("these are another model's" in note for note in times.notes)
+    assert times.unsure[0].startswith("sizes for another model: `cgplan bench FILE ")
     assert [times.of(FULL, n) for n in (1, 8, 64, 256)] == [3400, 3400, 4740, 8930]
     for n in range(1, 9000, 7):
         full, piecewise, eager = (times.of(mode, n) for mode in (FULL, PIECEWISE, NONE))
@@ -735,6 +735,10 @@ def test_times_of_several_sizes_from_a_bench(tmp_path: Path) -> None:
     assert surface.at(np.array([[1, 15], [4, 20]])).tolist() == pytest.approx([150, 500])
     assert surface.eager is not None
     assert surface.eager.tolist() == [[9, 9], [9, 11]], "raised to that of a smaller batch"
+    with pytest.raises(StepTimeError, match="times of batches of several sizes"):
+        StepTimes.parse(text, "bench.json")
+    with pytest.raises(StepTimeError, match="is a saved capture, which has no step times"):
+        surface_of(tmp_path, '{"kind": "capture"}')
 
 
 def test_noise_of_neighbours_is_no_slope() -> None:
