@@ -212,6 +212,7 @@ class Capturer:
             free=graphs.backend.memory().free,
             host_sync=None if found is None else found.host_sync,
             all_freed=not self.in_service,
+            model=graphs.model,
         )
         looks_again = rehearsal.forget_look(mode, failure if has_begun else None)
         # a verdict of ours stands after a warm-up, too

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import traceback
-from typing import NoReturn
+from contextlib import suppress
+from typing import Any, NoReturn
 
 import torch
 
@@ -59,8 +61,9 @@ def explain_failure(
     free: int | None = None,
     host_sync: CaptureError | None = None,
     all_freed: bool = True,
+    model: Any = None,
 ) -> CgplanError:
-    """``all_freed``: the session gives up what it captured before."""
+    """``all_freed``: the session gives up what it captured before; ``model``: that failed."""
     where = blamed_line(error.__traceback__)
     text = first_line(error)
     if isinstance(error, torch.OutOfMemoryError) or is_out_of_memory(error):
@@ -82,7 +85,7 @@ def explain_failure(
     if isinstance(error, CgplanError):
         return error
     if not capturing or _lacking_dtype(error, where) is not None:
-        return explain_eager_failure(error, key)
+        return explain_eager_failure(error, key, model)
     if _FOREIGN_GENERATOR.search(str(error)):
         return CaptureError(
             f"capture of {key}: the forward draws from a torch.Generator that the graph does not "
@@ -105,17 +108,21 @@ def explain_failure(
     )
 
 
-def explain_eager_failure(error: Exception, batch: str) -> CgplanError:
+def explain_eager_failure(error: Exception, batch: str, model: Any = None) -> CgplanError:
     if isinstance(error, CgplanError):
         return error
     where = blamed_line(error.__traceback__)
     lacking = _lacking_dtype(error, where)
     if lacking is not None:
         return lacking
+    arguments = ""
+    with suppress(TypeError, ValueError):  # of no model; of a builtin
+        names = inspect.signature(getattr(model, "forward", model)).parameters
+        arguments = f"({', '.join(names)})"
     return ModelError(
         f"the model failed on a batch padded to {batch}, at {where}: {type(error).__name__}: "
         f"{first_line(error)}",
-        remedy="Check the declared inputs against the model's forward.",
+        remedy=f"Check the declared inputs against the model's forward{arguments}.",
     )
 
 

@@ -960,6 +960,15 @@ def test_a_failure_of_the_model_itself_names_the_users_line(backend: GraphBacken
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 
+def test_a_failure_of_the_model_names_the_arguments_of_its_forward(backend: GraphBackend) -> None:
+    def model(picture: Tensor, scale: float = 1.0) -> Tensor:
+        return picture * scale
+
+    with pytest.raises(ModelError, match="unexpected keyword argument 'x'") as caught:
+        open_runner(backend, model)
+    assert "inputs against the model's forward(picture, scale)." in caught.value.remedy
+
+
 def test_a_failure_under_capture_names_the_users_line(backend: GraphBackend) -> None:
     runs = Tally()
 
