@@ -219,6 +219,34 @@ def test_a_value_that_changes_at_each_call(
     assert caplog.text.count("captured again: ") == 1
 
 
+REGISTRY: dict[str, dict[str, int]] = {}
+
+
+def test_a_table_that_others_fill_is_named_with_what_ignores_it(
+    backend: GraphBackend, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The forward reads it by a computed key, so any entry may decide."""
+
+    class Reads(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) if type(self).__name__ not in REGISTRY else x
+
+    path = "model.<REGISTRY>"
+    net = Reads().to(backend.device).eval()
+    x = rows(backend, 5)
+    told, ignoring = cgplan.graphed(net), cgplan.graphed(net, ignore=[path])
+    for name in ("<class 'A'>", "<class 'B'>", "<class 'C'>"):
+        for _ in range(4):
+            close(told(x), net(x))
+            close(ignoring(x), net(x))
+        REGISTRY[name] = {}
+    REGISTRY.clear()
+    assert caplog.text.count("captured again: ") == 1
+    assert f"; ignore=[{path!r}] if it decides nothing" in caplog.text
+    assert f"2 times graphs were freed, as the model had changed: {path}" in told.explain()
+    assert "captured again" not in ignoring.explain()
+
+
 def test_another_output_after_a_change(backend: GraphBackend) -> None:
     class Heads(nn.Module):
         def __init__(self) -> None:

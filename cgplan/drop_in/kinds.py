@@ -152,8 +152,8 @@ class Kind:
         else:
             first = (*of_model, *of_arguments)[0]
             reason = f"each run changes {first.path}"
-            if of_model and first.may_be_ignored:
-                reason += f"; ignore=[{first.path!r}] if it decides nothing"
+            if of_model:
+                reason += first.hint
             self.run_eagerly(reason)
 
     def note_difference(

@@ -408,17 +408,19 @@ class Learner(Inference):
         if not changes:
             return False
         first = changes[0]
-        self.changed[first.path] += 1
+        subject = first.ignorable or first.path
+        self.changed[subject] += 1
         text = f"captured again: {first}"
         if len(changes) > 1:
             text += f", and {counted(len(changes) - 1, 'more change')}"
+        text += first.hint
         is_moved = all(change.is_move for change in changes)
         if self.detector.is_late:
             text += (
                 "; calls from the change to now may have been answered by the old graphs: call "
                 "recapture() after such changes"
             )
-        self.tell_once(text, first.path)
+        self.tell_once(text, subject)
         self.detector.close()
         self.detector = None
         self.tensor_ids = frozenset()

@@ -206,10 +206,22 @@ class Change:
                 container[key] = value
 
     @property
-    def may_be_ignored(self) -> bool:
-        """A count, a flag, a log; not tensors and objects that come and go."""
+    def ignorable(self) -> str:
+        """The path of a count, a flag, a log, or of the table whose entry came or went; "" for
+        tensors and objects that come and go.
+        """
         kinds = {type(self.was), type(self.now)}
-        return kinds <= {*PLAIN, Stateful} - {type(None)}
+        if kinds <= {*PLAIN, Stateful} - {type(None)}:
+            return self.path
+        is_entry = self.path.endswith("]") and type(ABSENT) in kinds
+        if is_entry and kinds <= {*PLAIN, type(ABSENT), dict, list, tuple}:
+            return self.path.rpartition("[")[0]
+        return ""
+
+    @property
+    def hint(self) -> str:
+        path = self.ignorable
+        return f"; ignore=[{path!r}] if it decides nothing" if path else ""
 
     @property
     def is_reshaped(self) -> bool:
