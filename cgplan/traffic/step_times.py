@@ -58,7 +58,7 @@ LORA_OVERHEAD = 0.1
 PIECEWISE_SHARE = 0.25
 WORTH_A_NOTE = 0.05  # relative change of a measured point
 OF_ANOTHER_MODEL = (
-    "sizes for another model: `cgplan bench FILE --output b.json`, then --step-times b.json"
+    "sizes for another model: give --step-times, by `cgplan bench --output` or vLLM's log"
 )
 FEW = 16  # tokens
 FAR = 200  # times as long, or as short

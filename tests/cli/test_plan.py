@@ -730,7 +730,7 @@ def test_the_answer_for_the_traffic_of_the_readme_fits_on_one_screen(
         shown[0],
     )
     warned, source = (line.split("  ")[-1].strip() for line in shown[3:5])
-    assert warned.startswith("sizes for another model: `cgplan bench FILE --output b.json`, then ")
+    assert warned.startswith("sizes for another model: give --step-times, by `cgplan bench ")
     assert source.startswith("default, of another model: ")
     monkeypatch.setenv("COLUMNS", "80")
     assert max(map(len, good(*command).stdout.splitlines())) <= 80

@@ -213,7 +213,9 @@ def test_a_case_takes_the_time_of_the_next_measured_one_and_cases_are_told_apart
 def test_the_default_says_that_it_is_of_another_model() -> None:
     times = StepTimes.default()
     assert "H200" in times.source
-    assert times.unsure[0].startswith("sizes for another model: `cgplan bench FILE ")
+    assert times.unsure[0].startswith(
+        "sizes for another model: give --step-times, by `cgplan bench "
+    )
     assert [times.of(FULL, n) for n in (1, 8, 64, 256)] == [3400, 3400, 4740, 8930]
     for n in range(1, 9000, 7):
         full, piecewise, eager = (times.of(mode, n) for mode in (FULL, PIECEWISE, NONE))
