@@ -262,7 +262,10 @@ class Capturer:
 
     def _warm_up(self, rehearsal: Rehearsal, key: Key, runs: int) -> None:
         graphs = self._graphs
+        compiled = _Clock.now().compile_seconds
         self._run(rehearsal, key, runs)
+        is_quiet = _Clock.now().compile_seconds == compiled
+        self._quiet_keys = self._quiet_keys + 1 if is_quiet else 0
         lane = Lane.of(*key)
         self._lanes.add(lane)
         smallest = key
@@ -287,7 +290,6 @@ class Capturer:
         outside = graphs.facts.outside
         put_back = rehearsal.put_back
         is_compiled = put_back.before.is_compiled  # its kernels show no operators
-        compiled = _Clock.now().compile_seconds
         for _ in range(times):
             log: Any = nullcontext()
             # other sizes read others outside, and runs after first use write other state
@@ -303,8 +305,6 @@ class Capturer:
             if outside:
                 outside += log.outside.tensors()
         graphs.backend.synchronize()
-        is_quiet = _Clock.now().compile_seconds == compiled
-        self._quiet_keys = self._quiet_keys + 1 if is_quiet else 0
 
     # --- what was captured ------------------------------------------------------------------------
 
