@@ -446,8 +446,7 @@ class GraphRunner:
                 except _MISFITS:  # _look_up names them
                     call = None
                 if call is None:
-                    with torch._C._EnableTorchFunction():
-                        call, values = self._look_up(self._by_name(tensors, inputs), flags, key)
+                    call, values = self._look_up(self._by_name(tensors, inputs), flags, key)
                 # equal shapes, other strides or inference mode
                 elif call is self._last and not is_alike:
                     call.is_alike = alike_to(values)
@@ -518,7 +517,8 @@ class GraphRunner:
                 # captures overwrite outputs of earlier calls
                 if value.device == device and not buffers.owns(value):
                     values[index] = value.clone()
-            self._capture_for(route)
+            with torch._C._EnableTorchFunction():
+                self._capture_for(route)
             route = self.route(inputs, *flags)
         call = self._new_call(route, values)
         if key is not None and not self._awaits_capture(route):

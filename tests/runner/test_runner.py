@@ -124,6 +124,32 @@ def test_a_default_device_sees_the_same_of_calls_of_all_models(
     assert looks(1) == looks(9)
 
 
+def test_a_default_device_sees_the_copy_alone_of_the_first_call_of_a_size(
+    backend: GraphBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+
+    def counted(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+    monkeypatch.setattr(DeviceContext, "__torch_function__", counted)
+    names = [f"x{i}" for i in range(9)]
+    runner = open_runner(
+        backend,
+        lambda **given: given["x0"] + 1,
+        dict.fromkeys(names, X),
+        compilation={"verify": "off"},
+    )
+    runner(**dict.fromkeys(names, batch(backend, 2)))  # the first replay of this kind
+    given = dict.fromkeys(names, batch(backend, 3))
+    with torch.device(backend.device):
+        seen.clear()
+        found = runner(**given)
+    assert len(seen) < len(names)
+    same(found, given["x0"] + 1)
+
+
 def rows(*values: float, device: Any) -> Tensor:
     return torch.tensor(values, dtype=torch.float32, device=device)
 
