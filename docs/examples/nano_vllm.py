@@ -19,6 +19,7 @@ import time
 import types
 from pathlib import Path
 
+import numpy as np
 import torch
 
 import cgplan
@@ -57,19 +58,20 @@ def use_cgplan(runner_class, set_context, verify):
     def prepare_decode(self, seqs):
         """The batch in host memory, from where cgplan fills the static buffers."""
         set_context(False)
-        tables = torch.zeros(len(seqs), self.width, dtype=torch.int32)
-        for row, seq in zip(tables.numpy(), seqs, strict=True):
-            row[: len(seq.block_table)] = seq.block_table
-        lengths = torch.tensor([len(seq) for seq in seqs], dtype=torch.int32)
-        slots = [seq.block_table[-1] * self.block_size + seq.last_block_num_tokens - 1 for seq in seqs]
+        lengths = np.array([len(seq) for seq in seqs])
+        last_blocks = np.array([seq.block_table[-1] for seq in seqs])
+        tables = np.zeros((len(seqs), self.width), np.int32)
+        blocks = itertools.zip_longest(*(seq.block_table for seq in seqs), fillvalue=0)
+        for column, held in zip(tables.T, blocks, strict=False):
+            column[:] = held
         batch = {
-            "input_ids": torch.tensor([seq.last_token for seq in seqs]),
-            "positions": lengths.long() - 1,
-            "slot_mapping": torch.tensor(slots, dtype=torch.int32),
-            "context_lens": lengths,
+            "input_ids": np.array([seq.last_token for seq in seqs]),
+            "positions": lengths - 1,
+            "slot_mapping": (last_blocks * self.block_size + (lengths - 1) % self.block_size).astype(np.int32),
+            "context_lens": lengths.astype(np.int32),
             "block_tables": tables,
         }
-        return batch, None
+        return {name: torch.from_numpy(array) for name, array in batch.items()}, None
 
     @torch.inference_mode()
     def run_graph(self, batch, positions, is_prefill):
