@@ -28,7 +28,7 @@ from cgplan.backends.host_sync import storages_of
 from cgplan.captures.failures import drop_locals, explain_failure, raise_caused
 from cgplan.captures.model_graphs import REBUILD_AND_WARM_UP, ModelGraphs, Rehearsal
 from cgplan.errors import CaptureError, CaptureMemoryError
-from cgplan.graphs.footprint import OutsideLog
+from cgplan.graphs.footprint import OutsideLog, WriteSaver
 from cgplan.modes import Key
 from cgplan.planning.plan import Lane
 from cgplan.reports.records import GraphRecord
@@ -290,16 +290,20 @@ class Capturer:
         outside = graphs.facts.outside
         put_back = rehearsal.put_back
         is_compiled = put_back.before.is_compiled  # its kernels show no operators
+        storages = put_back.storages
+        device = graphs.backend.device.type
         for _ in range(times):
             log: Any = nullcontext()
             # other sizes read others outside, and runs after first use write other state
             if outside or (put_back.has_first_use and not is_compiled):
                 tensors = [*put_back.before.tensors, *graphs.views(key[1]).values()]
                 log = OutsideLog(
-                    graphs.backend.device.type,
+                    device,
+                    storages,
                     storages_of(tensors),
-                    put_back.storages,
                 )
+            elif put_back.needs_saver and rehearsal.footprints[key[0]].error is None:
+                log = WriteSaver(device, storages)
             with rehearsal.judged_run(key[0]), log:
                 graphs.warm_up(key)
             if outside:

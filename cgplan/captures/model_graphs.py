@@ -783,7 +783,11 @@ class Rehearsal:
         is_first = mode not in self.judged
         if captures:
             self.put_back.hold_made()
-        with self.put_back.run(captures=captures, enters_made=is_first) as self._changed:
+        with self.put_back.run(
+            captures=captures,
+            computes=not captures or mode is CUDAGraphMode.PIECEWISE,  # eager pieces do
+            enters_made=is_first,
+        ) as self._changed:
             yield
         if is_first:
             self._judge(mode)
@@ -854,6 +858,14 @@ class Rehearsal:
         if prepared:
             self._refuse(f"prepares {_listed(prepared)} on first use, and changes it later")
         put_back.value_read = None
+        lost = put_back.storages.lost
+        if lost:
+            raise CaptureError(
+                f"not all sizes write {_listed(lost)}, and it was not copied ahead of compiled "
+                "code or an eager piece that does, so its values are lost",
+                remedy="Build the model again, and set compilation.capture_policy: lazy, which "
+                "looks at each size ahead of its other runs.",
+            )
 
     def _refuse(self, does: str) -> None:
         remedy = (

@@ -165,14 +165,34 @@ class Outside:
         return found
 
 
-class OutsideLog(OperatorMode):
+class WriteSaver(OperatorMode):
     def __init__(
         self,
         device: str,
-        known: Iterable[int],
         storages: WrittenStorages,
     ) -> None:
         super().__init__(device)
+        self._storages = storages
+
+    def see(
+        self,
+        func: Any,
+        args: Args,
+        kwargs: Kwargs,
+    ) -> Any:
+        if isinstance(func, torch._ops.OpOverload):
+            self._storages.save(written_tensors(func, args, kwargs), looks=False)
+        return self.run(func, args, kwargs)
+
+
+class OutsideLog(WriteSaver):
+    def __init__(
+        self,
+        device: str,
+        storages: WrittenStorages,
+        known: Iterable[int],
+    ) -> None:
+        super().__init__(device, storages)
         self.outside = Outside(known)
         self._found = Footprint()
         storages.watched = self._found.written, self._found.overwritten
@@ -183,7 +203,7 @@ class OutsideLog(OperatorMode):
         args: Args,
         kwargs: Kwargs,
     ) -> Any:
-        result = self.run(func, args, kwargs)
+        result = super().see(func, args, kwargs)
         given = {storage_id(tensor): tensor for tensor in tensors_in((args, kwargs))}
         self.outside.note(given, tensors_in(result))
         is_plain = isinstance(func, torch._ops.OpOverload)

@@ -115,6 +115,7 @@ class PutBack:
         self,
         *,
         captures: bool = False,
+        computes: bool = True,
         replays: bool = False,
         enters_made: bool = False,
     ) -> Iterator[dict[str, Change]]:
@@ -151,6 +152,7 @@ class PutBack:
                 key in self._runs,
                 is_whole and not replays,
                 captures,
+                computes,
             )
             self._runs.append(key)
             if changed:
@@ -322,6 +324,11 @@ class PutBack:
         if len(self._runs) < 2:
             return bool(self.last)
         return bool(self.made)
+
+    @property
+    def needs_saver(self) -> bool:
+        """Whether the next run is a key's first; compiled kernels show no operators."""
+        return self.key not in self._runs and not self.before.is_compiled
 
     @property
     def prepared(self) -> list[str]:

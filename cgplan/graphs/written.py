@@ -28,6 +28,7 @@ class Run(NamedTuple):
         key: An object of its own after a failure.
         is_later: The key has run before.
         is_whole: It did not fail, and was no replay, which runs no Python.
+        computes: False: a capture that only records.
     """
 
     number: int
@@ -35,6 +36,7 @@ class Run(NamedTuple):
     is_later: bool
     is_whole: bool
     captures: bool
+    computes: bool
 
 
 @dataclass(slots=True)
@@ -192,6 +194,7 @@ class WrittenStorages:
         copied: Bytes by kind of copy.
         watched: Ids that operators of this run wrote, and of those that they overwrote.
         newly_written: Paths of tensors that the last run wrote, and another one did not.
+        lost: Paths of tensors without a copy of what runs overwrote.
     """
 
     def __init__(
@@ -203,6 +206,7 @@ class WrittenStorages:
         self.by_address: dict[int, Written] = {}
         self.copied = Counter[Outcome]()
         self.newly_written: list[str] = []
+        self.lost: list[str] = []
         self._unowned: dict[int, _Unowned] = {}
         self.watched = set[int](), set[int]()
         self.of_model = by_address(before)
@@ -211,12 +215,12 @@ class WrittenStorages:
         for place in before.of_tensors:
             if place.value.layout is torch.strided and not place.value.is_inference():
                 self._versioned.append(place)
-        self._small: dict[int, Written] = {}  # a look sees what its size writes
+        self._copies: dict[int, Written] = {}  # a look sees what its size writes
         for address, (path, tensor) in self.of_model.items():
             storage = tensor.untyped_storage()
             is_state = type(tensor) is not torch.nn.Parameter
             if limit and is_state and 0 < storage.nbytes() <= _SMALL:
-                self._small[address] = self._copied(
+                self._copies[address] = self._copied(
                     path,
                     tensor,
                     storage,
@@ -225,8 +229,10 @@ class WrittenStorages:
     def save(
         self,
         written: Iterable[torch.Tensor],
+        *,
+        looks: bool = True,
     ) -> None:
-        """Ahead of an operator that writes them."""
+        """Ahead of an operator that writes them; without a look, their versions are to tell."""
         for tensor in written:
             try:
                 storage = tensor.untyped_storage()
@@ -238,9 +244,13 @@ class WrittenStorages:
             if not address or address in self.by_address:
                 continue
             if address in self.of_model:
-                small = self._small.get(address)
-                copied = small or self._copied(*self.of_model[address], storage)
-                self.by_address[address] = copied
+                copied = self._copies.get(address)
+                copied = copied or self._copied(*self.of_model[address], storage)
+                self._copies[address] = copied
+                if looks:
+                    self.by_address[address] = copied
+                continue
+            if not looks:
                 continue
             known = self._unowned.get(address)
             if known is None or known.reference.expired():
@@ -335,11 +345,17 @@ class WrittenStorages:
             for place, version in zip(self._versioned, self._versions, strict=True):
                 if place.value._version == version:
                     continue
-                address = place.value.untyped_storage().data_ptr()
-                if address in self._small:
-                    self.by_address.setdefault(address, self._small[address])
-                if address not in self.by_address:
-                    self.newly_written.append(place.path)
+                storage = place.value.untyped_storage()
+                address = storage.data_ptr()
+                if address in self.by_address:
+                    continue
+                written = self._copies.get(address)
+                if written is None:
+                    written = self._copied(place.path, place.value, storage)
+                    written.version = version
+                    if run.computes and written.copy is not None:
+                        self.lost.append(place.path)
+                self.by_address[address] = written
             for written in self.by_address.values():
                 storage = written.storage._cdata
                 is_seen = storage in seen
@@ -354,7 +370,7 @@ class WrittenStorages:
     def clear(self) -> None:
         """Drop copies: an exception's frames may hold this object for long."""
         self.by_address.clear()
-        self._small.clear()
+        self._copies.clear()
         self.copied.clear()
 
 

@@ -1789,3 +1789,45 @@ def test_statistics_that_the_first_batch_begins_are_not_of_padding(
     for rows in (4, 2, 1, 4, 2, 1):
         x = torch.randn(rows, 2, device=backend.device)
         same(run(x), plain(x))
+
+
+class WritesInOneSize(nn.Module):
+    """Counts batches of one size in a tensor too large to be copied unseen."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+        self.register_buffer("counts", torch.zeros(400_000))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) == self.size:
+            self.counts.add_(1)
+        return x + self.counts[:2]
+
+
+@pytest.mark.parametrize("warmups", ["auto", 1])
+@pytest.mark.parametrize("size", [4, 2, 1])
+def test_a_large_tensor_that_one_size_writes_is_put_back(
+    backend: GraphBackend, size: int, warmups: Any
+) -> None:
+    model, plain = (WritesInOneSize(size).to(backend.device).eval() for _ in range(2))
+    with closing(open_runner(backend, model, cudagraph_num_of_warmups=warmups)) as runner:
+        assert [record.kept for record in runner.report.state] == ["device"]
+        for rows in 2 * (4, 2, 1):
+            x = torch.rand(rows, 2, device=backend.device)
+            same(runner(x=x), plain(x))
+
+
+def test_what_only_compiled_code_of_one_size_writes_is_refused_and_lazy_captures_it(
+    backend: GraphBackend,
+) -> None:
+    model, plain = (WritesInOneSize(1).to(backend.device).eval() for _ in range(2))
+    model.compile(backend="aot_eager", dynamic=False)
+    with pytest.raises(CaptureError, match="not all sizes write counts") as refused:
+        open_runner(backend, model, cudagraph_num_of_warmups=1)
+    assert "capture_policy: lazy" in (refused.value.remedy or "")
+    model.counts.zero_()
+    with closing(open_runner(backend, model, capture_policy="lazy")) as runner:
+        for rows in 2 * (4, 2, 1):
+            x = torch.rand(rows, 2, device=backend.device)
+            same(runner(x=x), plain(x))
