@@ -14,8 +14,8 @@ import math
 import random
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -123,6 +123,8 @@ def _state_of(
 
     def run_all() -> None:
         for batch in batches:
+            found.storages.rewind()
+            found.before.undo_attributes()
             run(batch)
 
     look(run_all, found)
@@ -141,20 +143,13 @@ def _measured(
     rounds = min(MOST_ROUNDS, repeats)
     turns = list(product(range(rounds), batches))
 
-    @contextmanager
-    def explained(name: str) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            raise_caused(explain_eager_failure(error, name), error)
-
     def run(batch: BenchBatch) -> None:
         runner.run_eagerly(padded=False, **_call_of(runner, batch))
 
-    if runner.config.compilation.is_lazy:
-        for batch in batches:
-            with explained(f"{batch.size} tokens"):
-                runner(**_call_of(runner, batch))  # captures its graph
+    routes = [runner.route(batch.tensors, **batch.options) for batch in batches]
+    missing = {route.missing for route in routes if route.missing}
+    if missing:
+        runner.exchange(captured=missing)
     floor = floor_of(runner)
     runner.backend.release_cached()
     state = _state_of(runner, batches, run)
@@ -164,8 +159,10 @@ def _measured(
             if progress:
                 progress(index, len(turns), name)
             share = len(range(number, repeats, rounds))
-            with explained(name):
+            try:
                 _take_turn(runner, batch, share, state)
+            except Exception as error:
+                raise_caused(explain_eager_failure(error, name), error)
     finally:
         state.restore()
     return {

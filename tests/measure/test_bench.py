@@ -554,6 +554,45 @@ def test_turns_begin_in_one_state_and_leave_it(backend: GraphBackend) -> None:
     runner.close()
 
 
+class ShortCache(torch.nn.Module):
+    """It has room for three calls, which Python and a tensor count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("at", torch.zeros(1, dtype=torch.long))
+        self.register_buffer("rows", torch.zeros(3, 8))
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.calls == len(self.rows):
+            raise RuntimeError("the cache is full")
+        self.calls += 1
+        self.rows.index_copy_(0, self.at, x[:1])
+        self.at.add_(1)
+        return x + self.rows[0]
+
+
+@pytest.mark.parametrize("policy", ["eager", "lazy"])
+def test_a_bench_of_a_model_that_counts_its_calls_leaves_no_trace(
+    backend: GraphBackend, policy: str
+) -> None:
+    model = ShortCache().to(backend.device).eval()
+    runner = cgplan.capture(
+        model,
+        {"x": cgplan.Input(shape=("num_tokens", 8), dtype="float32", pad=0)},
+        compilation={
+            "cudagraph_capture_sizes": [1, 2, 4, 8], "verify": "off", "capture_policy": policy,
+        },
+        report={"repeats": 3, "warmups": 1},
+        device=backend.device.type,
+    )  # fmt: skip
+    with closing(runner):
+        assert [record.mode.name for record in bench(runner).records] == ["FULL"] * 4
+        assert runner.stats.captures == 4
+    assert (model.at.item(), model.calls) == (0, 0)
+    assert not model.rows.any()
+
+
 # --- what of a step runs inside graphs, and the floor of a replay ----------------------------------------------
 
 
