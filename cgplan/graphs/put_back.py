@@ -438,7 +438,9 @@ class PutBack:
             stays = uses.is_first_use
             if not of_made.issuperset(uses.runs):
                 stays = uses.stopped and of_undone.isdisjoint(uses.runs)
-            if not stays:
+            if stays:
+                written.fill_again()
+            else:
                 written.fill(written.copy)
             outcome: Outcome = "new" if stays else written.outcome
             self.outcome[written.path] = written.storage.nbytes(), outcome

@@ -151,9 +151,7 @@ class Written:
         if run.captures:  # it computes nothing, so only a version would show
             shows = all(uses.runs.values())
         uses.miss(run, is_sure=shows)
-        # no other key ran between: one is looked at and warmed up first
-        if uses.stopped and len(uses.runs) == 1:
-            self.fill(self.after_first)  # the rewind ahead of this run took it
+        self.fill_again()
 
     def _has_other_bytes(
         self,
@@ -174,6 +172,11 @@ class Written:
             if not self.uses.runs and not run.captures:
                 self.after_first = self.now
         return is_changed
+
+    def fill_again(self) -> None:
+        """With what a single run computed: a rewind took it."""
+        if self.uses.stopped and len(self.uses.runs) == 1:
+            self.fill(self.after_first)
 
     def fill(
         self,

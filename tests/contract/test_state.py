@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import cache, partial
+from itertools import count
 from queue import SimpleQueue
 from typing import Any
 
@@ -1831,3 +1832,27 @@ def test_what_only_compiled_code_of_one_size_writes_is_refused_and_lazy_captures
         for rows in 2 * (4, 2, 1):
             x = torch.rand(rows, 2, device=backend.device)
             same(runner(x=x), plain(x))
+
+
+class FilledByTheSecondRun(nn.Module):
+    """As a counter says that no walk sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(2))
+        calls = count()
+        self.number = lambda: next(calls)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.number() == 1:
+            self.table.fill_(3.0)
+        return x * self.table
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_table_that_the_second_run_fills_stays(backend: GraphBackend, policy: str) -> None:
+    model = FilledByTheSecondRun().to(backend.device).eval()
+    with closing(open_runner(backend, model, capture_policy=policy)) as runner:
+        for rows in (4, 2, 1, 4):
+            x = torch.ones(rows, 2, device=backend.device)
+            assert runner(x=x).tolist() == [[3.0, 3.0]] * rows
