@@ -887,6 +887,13 @@ class Rehearsal:
                 "replay would not",
                 remedy="Pass it to the piece as an argument, or have the piece compute it.",
             )
+        if found.carried:
+            raise CaptureError(
+                f"an eager piece changes {found.carried[0]}, of an object that each call makes; "
+                "replays would give it the one of the capture, as the last call left it",
+                remedy="If it is a cache, turn it off (use_cache=False). Else keep the object in "
+                "the model, or make it inside of the piece.",
+            )
         refused = self.put_back.rebound(found.reads, changed)
         for path, change in changed.items():
             if change.is_reshaped and not is_within(path, found.aside):

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import (
     _disable_current_modes,
     _get_current_dispatch_mode,
 )
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cgplan.backends.backend import number_of
 from cgplan.backends.blame import Line, blamed_line
@@ -50,7 +50,7 @@ from cgplan.backends.host_sync import (
 )
 from cgplan.backends.replacing import answering, replaced, setting
 from cgplan.errors import CaptureError, first_line
-from cgplan.graphs.fingerprint import ABSENT, Fingerprint, is_same, is_tensor
+from cgplan.graphs.fingerprint import ABSENT, Change, Fingerprint, is_same, is_tensor
 from cgplan.graphs.put_back import PutBack
 from cgplan.graphs.written import WrittenStorages
 
@@ -75,6 +75,7 @@ class Footprint:
     Attributes:
         operators: Calls by part and name, without views and bare allocations.
         stale: Paths that graph code bound and an eager piece read.
+        carried: Changes by eager pieces of objects that the run made.
         packages_that_ask: Whose graph code asks for a capture.
         capture_visible_because: The host sync for which they see it.
         written, storages_read: Ids of storages.
@@ -94,6 +95,7 @@ class Footprint:
     breaks: bool = False
     aside: set[str] = field(default_factory=set)
     stale: set[str] = field(default_factory=set)
+    carried: list[Change] = field(default_factory=list)
     error: str | None = None
     packages_that_ask: set[str] = field(default_factory=set)
     capture_visible_because: CaptureError | None = None
@@ -283,6 +285,7 @@ class Look(DispatchMode):
         self.outside = Outside((*self._of_model, *self._inputs))
         self.found.from_inputs |= self._inputs
         self.refusals.watched = self.found.from_inputs
+        self._of_state = self._state.container_ids()
         self._in_piece = False
         self._of_piece = set[int]()  # ids of its arguments
         self._made_by_pieces = dict[int, weakref.ref[torch.Tensor]]()
@@ -482,6 +485,16 @@ class Look(DispatchMode):
         if not self._in_piece:  # not inside a piece
             self._of_piece = set(map(id, tensors_in((args, kwargs))))
             self._bound_by_graphs |= _others(self._last_changes, self._changes())
+        made = dict[str, Any]()  # lists and dicts are given anew
+        for leaf in tree_leaves((args, kwargs)):
+            is_held = isinstance(leaf, Module | torch.Tensor)
+            if not is_held and id(leaf) not in self._of_state:
+                name = type(leaf).__name__
+                made[name] = leaf
+        given = Fingerprint.of(
+            made,
+            self._state.device,
+        )
         try:
             with (
                 replaced(self, _in_piece=True),
@@ -491,6 +504,7 @@ class Look(DispatchMode):
                 result = function(*args, **kwargs)
         finally:
             self._end_piece()
+        self.found.carried += given.changes().values()
         # graphs get slots for it
         for module in modules_reached(function, args, kwargs):
             for value in (*vars(module).values(), *module._buffers.values()):

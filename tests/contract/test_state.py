@@ -1885,3 +1885,30 @@ def test_state_that_one_size_overwrites_and_another_goes_on_with(
         for rows in (4, 1, 2, 2, 1, 1, 4):
             x = torch.rand(rows, 2, device=backend.device)
             same(runner(x=x), plain(x))
+
+
+class CachesAnew(nn.Module):
+    """As transformers with ``use_cache``: each call makes a cache, which the piece fills."""
+
+    class Piece(nn.Module):
+        def forward(self, x: Tensor, cache: Layer) -> Tensor:
+            return x + cache.update(x).sum(0)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.piece = self.Piece()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.piece(x * 1, Layer()) * 1  # type: ignore[no-any-return]
+
+
+def test_a_cache_of_each_call_that_an_eager_piece_fills_is_refused(backend: GraphBackend) -> None:
+    model = CachesAnew().eval()
+    options = {"cudagraph_mode": "PIECEWISE", "splitting_modules": ["piece"]}
+    with pytest.raises(CaptureError, match=r"an eager piece changes Layer\.") as refused:
+        open_runner(backend, model, **options)
+    assert "use_cache=False" in (refused.value.remedy or "")
+    with closing(open_runner(backend, model, cudagraph_mode="FULL")) as runner:
+        for rows in (4, 1, 2, 4):
+            x = torch.rand(rows, 2, device=backend.device)
+            same(runner(x=x), model(x))
