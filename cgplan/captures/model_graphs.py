@@ -466,8 +466,7 @@ class ModelGraphs:
             nbytes = storage.nbytes()
             if not written.is_captured:
                 facts.overwritten.discard(storage._cdata)
-            is_large = nbytes > most_compared and not written.is_small
-            if is_large and storage._cdata in facts.overwritten:
+            if nbytes > most_compared and storage._cdata in facts.overwritten:
                 continue
             # other views may be written
             whole = torch.empty(

@@ -174,7 +174,6 @@ class WriteSaver(OperatorMode):
         storages: WrittenStorages,
     ) -> None:
         super().__init__(device)
-        self.found = Footprint()
         self._storages = storages
 
     def see(
@@ -183,20 +182,9 @@ class WriteSaver(OperatorMode):
         args: Args,
         kwargs: Kwargs,
     ) -> Any:
-        if not isinstance(func, torch._ops.OpOverload):
-            return self.run(func, args, kwargs)
-        written = written_tensors(func, args, kwargs)
-        self._storages.save(written, looks=False)
-        result = self.run(func, args, kwargs)
-        if not implemented_in_python(func, self.device.upper()):
-            note_writes(
-                self.found,
-                func,
-                leaves_of(args, kwargs),
-                storages_of(tensors_in((args, kwargs))),
-                set(map(storage_id, written)),
-            )
-        return result
+        if isinstance(func, torch._ops.OpOverload):
+            self._storages.save(written_tensors(func, args, kwargs), looks=False)
+        return self.run(func, args, kwargs)
 
 
 class OutsideLog(WriteSaver):
@@ -208,7 +196,8 @@ class OutsideLog(WriteSaver):
     ) -> None:
         super().__init__(device, storages)
         self.outside = Outside(known)
-        storages.watched = self.found.written, self.found.overwritten
+        self._found = Footprint()
+        storages.watched = self._found.written, self._found.overwritten
 
     def see(
         self,
@@ -219,6 +208,16 @@ class OutsideLog(WriteSaver):
         result = super().see(func, args, kwargs)
         given = {storage_id(tensor): tensor for tensor in tensors_in((args, kwargs))}
         self.outside.note(given, tensors_in(result))
+        is_plain = isinstance(func, torch._ops.OpOverload)
+        if is_plain and not implemented_in_python(func, self.device.upper()):
+            written = written_tensors(func, args, kwargs)
+            note_writes(
+                self._found,
+                func,
+                leaves_of(args, kwargs),
+                given,
+                set(map(storage_id, written)),
+            )
         return result
 
 

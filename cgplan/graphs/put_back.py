@@ -327,8 +327,11 @@ class PutBack:
 
     @property
     def needs_saver(self) -> bool:
-        """Whether the next run is a key's first; compiled kernels show no operators."""
-        return self.key not in self._runs and not self.before.is_compiled
+        """Whether the next run is a key's first, and may write large state that no look saw
+        written. Compiled kernels show no operators.
+        """
+        is_first = self.key not in self._runs
+        return is_first and self.storages.has_uncopied_state and not self.before.is_compiled
 
     @property
     def prepared(self) -> list[str]:

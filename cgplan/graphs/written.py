@@ -219,15 +219,22 @@ class WrittenStorages:
             if place.value.layout is torch.strided and not place.value.is_inference():
                 self._versioned.append(place)
         self._copies: dict[int, Written] = {}  # a look sees what its size writes
+        self._state = set[int]()  # addresses of tensors that are no parameters
         for address, (path, tensor) in self.of_model.items():
             storage = tensor.untyped_storage()
-            is_state = type(tensor) is not torch.nn.Parameter
-            if limit and is_state and 0 < storage.nbytes() <= _SMALL:
+            if type(tensor) is torch.nn.Parameter or not storage.nbytes():
+                continue
+            self._state.add(address)
+            if limit and storage.nbytes() <= _SMALL:
                 self._copies[address] = self._copied(
                     path,
                     tensor,
                     storage,
                 )
+
+    @property
+    def has_uncopied_state(self) -> bool:
+        return not self._state <= self._copies.keys()
 
     def save(
         self,
