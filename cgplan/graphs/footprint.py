@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
+from operator import attrgetter
 from typing import Any, Literal
 
 import torch
@@ -359,7 +360,8 @@ class Look(DispatchMode):
             self._know(generator)
         leaves = leaves_of(args, kwargs)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        given = {storage_id(tensor): tensor for tensor in tensors}
+        ids = [*map(storage_id, tensors)]
+        given = dict(zip(ids, tensors, strict=True))
         is_foreign = func.namespace not in ("aten", "prim")
         may_draw = is_foreign or operator_of(func).draws
         self._count(func)
@@ -368,10 +370,15 @@ class Look(DispatchMode):
         takes_shape = func._opname.startswith("new_") or func._opname.endswith("_like")
         if self._part == "segment":
             # whole numbers choose what is read; operators of others may choose, too
-            is_whole = _PLACES.isdisjoint(tensor.dtype for tensor in tensors)
+            dtypes = map(attrgetter("dtype"), tensors)
+            is_whole = _PLACES.isdisjoint(dtypes)
             if is_foreign or takes_shape or operator_of(func).is_view:
                 is_whole = False
-            self._note_reads(tensors, is_whole=is_whole)
+            self._note_reads(
+                ids,
+                tensors,
+                is_whole=is_whole,
+            )
             if may_draw or self._has_drawn:
                 self._find_seeded()
         try:
@@ -402,16 +409,16 @@ class Look(DispatchMode):
 
     def _note_reads(
         self,
+        ids: Iterable[int],
         given: Iterable[torch.Tensor],
         *,
         is_whole: bool,
     ) -> None:
         found = self.found
-        for tensor in given:
+        for storage, tensor in zip(ids, given, strict=True):
             name = self._names.get(id(tensor))
             if name is not None:
                 found.reads.setdefault(name, tensor)
-            storage = storage_id(tensor)
             if storage in self._of_model:
                 parts = found.bytes_read[storage, tensor.untyped_storage().nbytes()]
                 offset = int(tensor.storage_offset())

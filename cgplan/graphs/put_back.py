@@ -420,7 +420,6 @@ class PutBack:
     def rewind(self) -> None:
         """Between keys: undo all but first use and large storages. The device is idle."""
         self.storages.rewind()
-        self.last = self.before.changes()
         self._undo(self.made)
 
     def restore(self) -> None:

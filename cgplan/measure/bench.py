@@ -308,6 +308,7 @@ def _take_turn(
         ways["replay"] = ways["replay_queued"] = replay
     for name, way in ways.items():
         queued = name.endswith("queued")
+        state.last = state.before.changes()
         state.rewind()  # positions must not run past a cache
         with torch.no_grad():
             for _ in range(runner.config.report.warmups):
