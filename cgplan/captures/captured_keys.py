@@ -1,9 +1,10 @@
 """The keys of a model that are captured, at start-up and between batches.
 
 Note [Giving a key up]
-    A pool keeps its segments while a graph lives, so graphs are captured again in a new pool:
+    A pool keeps its segments while a graph lives, so graphs are captured again in a new pool. What
+    is captured next:
 
-    start-up, guard refuses it  none: smaller ones take as much
+    start-up, guard refuses it  none: smaller keys take as much memory
     start-up, none captured     the next key, which is smaller
     start-up, others captured   those again; keys that wait get no graph
     service, an own pool grew   those again, then keys that wait

@@ -276,7 +276,7 @@ class Capturer:
             return
         held = graphs.backend.memory().held
         try:
-            rehearsal.set_context(smallest)
+            rehearsal.look(smallest)
             self._run(rehearsal, smallest, 1)
             has_left = bool(rehearsal.left) or graphs.backend.memory().held != held
         except Exception as error:  # its own capture raises it again
@@ -307,7 +307,7 @@ class Capturer:
             with rehearsal.judged_run(key[0]), log:
                 graphs.warm_up(key)
             if outside:
-                outside += log.outside.tensors()
+                graphs.facts.outside += log.outside.tensors()
         graphs.backend.synchronize()
 
     # --- what was captured ------------------------------------------------------------------------

@@ -651,9 +651,10 @@ class Rehearsal:
         """
         self.set_context(key)
         mode, descriptor = key
-        if mode in self.footprints:
-            return
         graphs = self._graphs
+        looks_at_each = graphs.config.compilation.is_lazy and self.put_back.is_first_run
+        if mode in self.footprints and not looks_at_each:
+            return
         route = graphs.route
         model = graphs.model
         is_piecewise = mode is CUDAGraphMode.PIECEWISE

@@ -371,13 +371,13 @@ class Look(DispatchMode):
         if self._part == "segment":
             # whole numbers choose what is read; operators of others may choose, too
             dtypes = map(attrgetter("dtype"), tensors)
-            is_whole = _PLACES.isdisjoint(dtypes)
+            reads_all = _PLACES.isdisjoint(dtypes)
             if is_foreign or takes_shape or operator_of(func).is_view:
-                is_whole = False
+                reads_all = False
             self._note_reads(
                 ids,
                 tensors,
-                is_whole=is_whole,
+                reads_all=reads_all,
             )
             if may_draw or self._has_drawn:
                 self._find_seeded()
@@ -412,7 +412,7 @@ class Look(DispatchMode):
         ids: Iterable[int],
         given: Iterable[torch.Tensor],
         *,
-        is_whole: bool,
+        reads_all: bool,
     ) -> None:
         found = self.found
         for storage, tensor in zip(ids, given, strict=True):
@@ -427,7 +427,7 @@ class Look(DispatchMode):
                     tensor.stride(),
                     storage_offset=0,
                 )
-                read = is_whole * min(span, tensor.numel()) * tensor.itemsize
+                read = reads_all * min(span, tensor.numel()) * tensor.itemsize
                 parts[offset] = max(parts.get(offset, 0), read)
 
     def _count(self, func: Any) -> None:
@@ -491,12 +491,11 @@ class Look(DispatchMode):
         if not self._in_piece:  # not inside a piece
             self._of_piece = set(map(id, tensors_in((args, kwargs))))
             self._bound_by_graphs |= _others(self._last_changes, self._changes())
-        made = dict[str, Any]()  # lists and dicts are given anew
+        made = dict[str, Any]()  # replays give lists and dicts anew
         for leaf in tree_leaves((args, kwargs)):
             is_held = isinstance(leaf, Module | torch.Tensor)
             if not is_held and id(leaf) not in self._of_state:
-                name = type(leaf).__name__
-                made[name] = leaf
+                made[f"{type(leaf).__name__} {len(made)}"] = leaf
         given = Fingerprint.of(
             made,
             self._state.device,

@@ -16,7 +16,7 @@ Note [What is put back]
     by a failed run           back at its end; entries of containers of a failed capture once
                               it is given up
 
-    A tensor goes back with a change of Python that may be its flag and goes back. Where `warm_up`
+    If a change of Python goes back that may be a tensor's flag, so does the tensor. Where `warm_up`
     finds an eager kind, first use stays, but flags and containers go back.
     Small tensors go back ahead of each run, too, as positions must not run past a cache.
 """
@@ -326,12 +326,17 @@ class PutBack:
         return bool(self.made)
 
     @property
+    def is_first_run(self) -> bool:
+        """Whether the next run is a key's first."""
+        return self.key not in self._runs
+
+    @property
     def needs_saver(self) -> bool:
-        """Whether the next run is a key's first, and may write large state that no look saw
-        written. Compiled kernels show no operators.
+        """Whether it may write large state that no look saw written. Compiled kernels show no
+        operators.
         """
-        is_first = self.key not in self._runs
-        return is_first and self.storages.has_uncopied_state and not self.before.is_compiled
+        is_unseen = self.is_first_run and self.storages.has_uncopied_state
+        return is_unseen and not self.before.is_compiled
 
     @property
     def prepared(self) -> list[str]:

@@ -197,7 +197,7 @@ class WrittenStorages:
         copied: Bytes by kind of copy.
         watched: Ids that operators of this run wrote, and of those that they overwrote.
         newly_written: Paths of tensors that the last run wrote, and another one did not.
-        lost: Paths of tensors without a copy of what runs overwrote.
+        lost: Paths of tensors that were copied only after a run had written them.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ class WrittenStorages:
         for place in before.of_tensors:
             if place.value.layout is torch.strided and not place.value.is_inference():
                 self._versioned.append(place)
-        self._copies: dict[int, Written] = {}  # a look sees what its size writes
+        self._copies: dict[int, Written] = {}  # ahead of writes that no look saw
         self._state = set[int]()  # addresses of tensors that are no parameters
         for address, (path, tensor) in self.of_model.items():
             storage = tensor.untyped_storage()
@@ -257,7 +257,7 @@ class WrittenStorages:
                 copied = self._copies.get(address)
                 copied = copied or self._copied(*self.of_model[address], storage)
                 self._copies[address] = copied
-                if looks:
+                if looks or copied.version is None:
                     self.by_address[address] = copied
                 continue
             if not looks:

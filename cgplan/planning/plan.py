@@ -385,8 +385,7 @@ def capture_fields(config: Config) -> dict[str, Any]:
 
 def config_hash(config: Config) -> str:
     """12 hexadecimal digits of the SHA-256 of a plan's ``config`` as sorted JSON."""
-    digest: str = capture_fields(config)["config_hash"]
-    return digest
+    return str(capture_fields(config)["config_hash"])
 
 
 def capture_order(keys: Iterable[Key]) -> tuple[Key, ...]:

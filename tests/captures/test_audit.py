@@ -221,8 +221,7 @@ def test_a_workspace_of_an_evicted_graph(device: str) -> None:
         return y + (next(iter(kept))[:4] if len(y) == 4 and kept else model.scale)
 
     with torch.no_grad():
-        runner = opened(Block(device, scratch), device, pool="per_graph", capture_policy="lazy")
-        runner.exchange(runner.reachable.keys)
+        runner = opened(Block(device, scratch), device, pool="per_graph")
         assert runner.audit().findings == ()
         kept.clear()
         runner.exchange(evicted=runner.plan.keys[:1])

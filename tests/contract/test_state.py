@@ -1829,9 +1829,25 @@ def test_what_only_compiled_code_of_one_size_writes_is_refused_and_lazy_captures
     assert "capture_policy: lazy" in (refused.value.remedy or "")
     model.counts.zero_()
     with closing(open_runner(backend, model, capture_policy="lazy")) as runner:
-        for rows in 2 * (4, 2, 1):
-            x = torch.rand(rows, 2, device=backend.device)
-            same(runner(x=x), plain(x))
+        for _ in range(2):
+            for rows in 2 * (4, 2, 1):
+                x = torch.rand(rows, 2, device=backend.device)
+                same(runner(x=x), plain(x))
+            runner.sleep()
+            runner.wake()  # captures all that served
+
+
+def test_a_large_tensor_made_in_inference_mode_that_one_size_writes_is_put_back(
+    backend: GraphBackend,
+) -> None:
+    with torch.inference_mode():
+        model, plain = (WritesInOneSize(1).to(backend.device).eval() for _ in range(2))
+        for each in (model, plain):
+            each.counts = torch.zeros(400_000, device=backend.device)
+        with closing(open_runner(backend, model)) as runner:
+            for rows in 2 * (4, 2, 1):
+                x = torch.rand(rows, 2, device=backend.device)
+                same(runner(x=x), plain(x))
 
 
 class FilledByTheSecondRun(nn.Module):
@@ -1859,10 +1875,10 @@ def test_a_table_that_the_second_run_fills_stays(backend: GraphBackend, policy: 
 
 
 class CachesAnew(nn.Module):
-    """As transformers with ``use_cache``: each call makes a cache, which the piece fills."""
+    """As transformers with ``use_cache``: each call makes caches, of which the piece fills one."""
 
     class Piece(nn.Module):
-        def forward(self, x: Tensor, cache: Layer) -> Tensor:
+        def forward(self, x: Tensor, cache: Layer, _: Layer) -> Tensor:
             return x + cache.update(x).sum(0)
 
     def __init__(self) -> None:
@@ -1870,13 +1886,13 @@ class CachesAnew(nn.Module):
         self.piece = self.Piece()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.piece(x * 1, Layer()) * 1  # type: ignore[no-any-return]
+        return self.piece(x * 1, Layer(), Layer()) * 1  # type: ignore[no-any-return]
 
 
 def test_a_cache_of_each_call_that_an_eager_piece_fills_is_refused(backend: GraphBackend) -> None:
     model = CachesAnew().eval()
     options = {"cudagraph_mode": "PIECEWISE", "splitting_modules": ["piece"]}
-    with pytest.raises(CaptureError, match=r"an eager piece changes Layer\.") as refused:
+    with pytest.raises(CaptureError, match=r"an eager piece changes Layer 0\.") as refused:
         open_runner(backend, model, **options)
     assert "use_cache=False" in (refused.value.remedy or "")
     with closing(open_runner(backend, model, cudagraph_mode="FULL")) as runner:
