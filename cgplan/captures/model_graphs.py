@@ -106,7 +106,9 @@ class ForwardFacts:
     Attributes:
         capture_visible: Modes in which packages see captures.
         aside: Paths that eager pieces change.
-        overwritten: Ids of storages that each run overwrites unread.
+        written: State that comparisons compare and put back.
+        overwritten: Ids of storages that each run overwrites unread, as far as looks saw.
+        restored: Of these, what comparisons put back: another size may go on with it.
         is_coarse: In half precision or TensorFloat32.
         outside: What graphs read, and others may drop.
     """
@@ -116,6 +118,7 @@ class ForwardFacts:
         self.aside = set[str]()
         self.written = dict[str, Tensor]()
         self.overwritten = set[int]()
+        self.restored = dict[str, Tensor]()
         self.bytes_read = dict[tuple[int, int], dict[int, int]]()
         self.changes_python = set[str]()
         self.is_coarse = False
@@ -457,17 +460,15 @@ class ModelGraphs:
             records.append(StateRecord(path=path, nbytes=nbytes, kept=kept))
         self.state_records = tuple(records)
         facts = self.facts
-        most_compared = 0
-        if self.real_rows is not None:
-            most_compared = copy_limit(self.config.compilation, self.backend)
-        for written in put_back.storages.by_address.values():
+        limit = copy_limit(self.config.compilation, self.backend)
+        most_compared = 0 if self.real_rows is None else limit
+        left = limit // 2  # a comparison copies it twice
+        for written in put_back.storages.by_size():
             tensor = written.tensor
             storage = tensor.untyped_storage()
             nbytes = storage.nbytes()
             if not written.is_captured:
                 facts.overwritten.discard(storage._cdata)
-            if nbytes > most_compared and storage._cdata in facts.overwritten:
-                continue
             # other views may be written
             whole = torch.empty(
                 0,
@@ -476,7 +477,12 @@ class ModelGraphs:
             )
             count = nbytes // tensor.itemsize
             whole.set_(storage, 0, (count,), (1,))
-            facts.written[written.path] = whole
+            if nbytes <= most_compared or storage._cdata not in facts.overwritten:
+                facts.written[written.path] = whole
+                continue
+            left -= nbytes
+            if left >= 0:
+                facts.restored[written.path] = whole
         if not self.scope.is_open:
             self.seal()
 
@@ -862,8 +868,8 @@ class Rehearsal:
         lost = put_back.storages.lost
         if lost:
             raise CaptureError(
-                f"not all sizes write {_listed(lost)}, and it was not copied ahead of compiled "
-                "code or an eager piece that does, so its values are lost",
+                f"not all sizes write {_listed(lost)}, and nothing copied it before one did, so "
+                "its values are lost",
                 remedy="Build the model again, and set compilation.capture_policy: lazy, which "
                 "looks at each size ahead of its other runs.",
             )

@@ -332,10 +332,10 @@ class PutBack:
 
     @property
     def needs_saver(self) -> bool:
-        """Whether it may write large state that no look saw written. Compiled kernels show no
-        operators.
+        """Whether it may write state that no look saw written, and no version shows or no copy
+        holds. Compiled kernels show no operators.
         """
-        is_unseen = self.is_first_run and self.storages.has_uncopied_state
+        is_unseen = self.is_first_run and self.storages.has_unseen_state
         return is_unseen and not self.before.is_compiled
 
     @property

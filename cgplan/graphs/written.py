@@ -219,22 +219,26 @@ class WrittenStorages:
             if place.value.layout is torch.strided and not place.value.is_inference():
                 self._versioned.append(place)
         self._copies: dict[int, Written] = {}  # ahead of writes that no look saw
-        self._state = set[int]()  # addresses of tensors that are no parameters
+        self._unseen = set[int]()  # addresses of state that operators alone show
         for address, (path, tensor) in self.of_model.items():
             storage = tensor.untyped_storage()
             if type(tensor) is torch.nn.Parameter or not storage.nbytes():
                 continue
-            self._state.add(address)
             if limit and storage.nbytes() <= _SMALL:
                 self._copies[address] = self._copied(
                     path,
                     tensor,
                     storage,
                 )
+            if storage.nbytes() > _SMALL or tensor.is_inference():
+                self._unseen.add(address)
 
     @property
-    def has_uncopied_state(self) -> bool:
-        return not self._state <= self._copies.keys()
+    def has_unseen_state(self) -> bool:
+        return not self._unseen <= self.by_address.keys()
+
+    def by_size(self) -> list[Written]:
+        return sorted(self.by_address.values(), key=lambda written: written.storage.nbytes())
 
     def save(
         self,

@@ -169,6 +169,8 @@ class _Moment:
         for tensor in graphs.facts.written.values():
             copy = self._keep(tensor)
             self.state.append(tensor_on(copy, tensor))
+        for tensor in graphs.facts.restored.values():
+            self._keep(tensor)
         static = graphs.buffers[call.route.descriptor.sizes]
         for buffer in static.buffers.values():
             self._keep(buffer.tensor)

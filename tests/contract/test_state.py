@@ -1874,6 +1874,36 @@ def test_a_table_that_the_second_run_fills_stays(backend: GraphBackend, policy: 
             assert runner(x=x).tolist() == [[3.0, 3.0]] * rows
 
 
+class GoesOn(nn.Module):
+    """One size goes on with state that the others overwrite."""
+
+    def __init__(self, size: int, numel: int) -> None:
+        super().__init__()
+        self.size = size
+        self.register_buffer("state", torch.zeros(numel))
+        self.register_buffer("rows", torch.arange(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) == self.size:
+            self.state.add_(x[0].sum())
+        else:
+            self.state.index_copy_(0, self.rows, x[0])
+        return x + self.state[:2]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("size", "numel"), [(1, 2), (2, 2), (1, 400_000), (2, 400_000)])
+def test_state_that_one_size_overwrites_and_another_goes_on_with(
+    backend: GraphBackend, size: int, numel: int, policy: str
+) -> None:
+    model, plain = (GoesOn(size, numel).to(backend.device).eval() for _ in range(2))
+    with closing(open_runner(backend, model, capture_policy=policy)) as runner:
+        for rows in (4, 1, 2, 2, 1, 1, 4):
+            x = torch.rand(rows, 2, device=backend.device)
+            same(runner(x=x), plain(x))
+        same(model.state, plain.state)
+
+
 class CachesAnew(nn.Module):
     """As transformers with ``use_cache``: each call makes caches, of which the piece fills one."""
 
