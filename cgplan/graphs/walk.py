@@ -443,7 +443,8 @@ def _enter_function(
     own = function.__dict__
     code = function.__code__
     named = function.__globals__
-    found.is_compiled |= _COMPILED in own
+    # torch.compiler.disable keeps one, too
+    found.is_compiled |= _COMPILED in own and "_torchdynamo_disable" not in own
     if _is_foreign(named.get("__name__")):
         for name in ("__wrapped__", _COMPILED):
             if name in own:

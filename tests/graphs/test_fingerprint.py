@@ -176,6 +176,7 @@ def test_generators_and_compiled_code_are_found() -> None:
     model.generators = {"a": [own, torch.default_generator]}
     assert holds(model).generators == (own,)
     assert holds(uses_globals).generators == (GENERATOR,)
+    model.never = torch.compiler.disable(lambda x: x + 1)
     assert not holds(model).is_compiled
     model.compiled = torch.compile(lambda x: x + 1)
     assert holds(model).is_compiled
