@@ -76,7 +76,12 @@ def capture(
         ModelError: the model cannot be loaded or called.
         CaptureError: see CaptureSession.run.
     """
-    refuse_others(capture, others, 'Sizes are compilation={"cudagraph_capture_sizes": [1, 4]}.')
+    refuse_others(
+        capture,
+        others,
+        'Sizes are compilation={"cudagraph_capture_sizes": [1, 4]}; a plan is captured by '
+        "CaptureSession(plan, model, backend, config).run().",
+    )
     if model is not None:
         refuse_no_model(model)
     sections = {

@@ -90,6 +90,7 @@ def test_an_argument_that_capture_has_not_is_named() -> None:
     with pytest.raises(ConfigError, match="capture has no argument 'sizes'") as caught:
         cgplan.capture(lambda x: x, {"x": X}, sizes=[1, 4])  # type: ignore[arg-type]
     assert 'compilation={"cudagraph_capture_sizes": [1, 4]}' in caught.value.remedy
+    assert "CaptureSession(plan, model, backend, config).run()" in caught.value.remedy
 
 
 @pytest.mark.parametrize("state", [3, torch.nn.Linear(3, 3)])

@@ -101,8 +101,11 @@ class _Commands(TyperGroup):
                 hint = "Write a number such as 0.9"
             elif search("of 'eagle'", said):
                 hint = "Give mtp for any _mtp, none for others, such as medusa"
-            elif search(r"command '\S+\.json'", said):
-                hint = "Of a saved plan: `cgplan inspect FILE`, or `cgplan plan check FILE`"
+            elif search(r"command '\S+\.(csv|jsonl?|log)'", said):
+                hint = (
+                    "Of a saved plan: `cgplan inspect FILE`, or `cgplan plan check FILE`; of "
+                    "traffic: --traffic FILE"
+                )
             if hint and usage.ctx.command.name in ("plan", "inspect", "check", "vllm"):
                 said = f"{said.rstrip('.')}. {hint}"
             if said:

@@ -686,7 +686,7 @@ class Planner:
                     self._service(bounded, other, requests),
                 )
                 if gains:
-                    yield f"{name} {value} instead of {bound}: {gains}"
+                    yield f"{name} {bound} -> {value} with the graphs asked for: {gains}"
 
     def _memory_notes(self, planned: PlannedGraphs) -> Iterator[str]:
         """What more memory would bring, and the plan's memory in tokens of the KV cache."""
@@ -748,7 +748,7 @@ def _gains(now: Service, other: Service) -> str:
     for name, before, after, write in rows:
         change = after / before - 1
         if abs(change) > SAME:
-            told.append(f"{name} {write(after)} instead of {write(before)}")
+            told.append(f"{name} {write(before)} -> {write(after)}")
         else:
             alike.append(name)
         if name == "tokens/s":

@@ -359,7 +359,10 @@ class Plan(Record):
         """A plan from its ``model_dump_json``. Raises ReportError for anything else."""
         try:
             data = json.loads(text)
-            version = data.get("schema_version") if isinstance(data, dict) else None
+            kind = data.get("kind") if isinstance(data, dict) else None
+            if kind != "plan":
+                raise ValueError(f"it is of kind {kind}")
+            version = data.get("schema_version")
             if version != PLAN_SCHEMA_VERSION:
                 raise ReportError(
                     f"the plan has schema version {version}, this cgplan reads "
@@ -368,7 +371,7 @@ class Plan(Record):
                 )
             return cls.model_validate(data)
         except (ValueError, RecursionError) as error:
-            remedy = "Give a file that cgplan saved."
+            remedy = "Give the text of a plan that cgplan saved, as Path(file).read_text()."
             raise ReportError(f"not a plan: {error}", remedy=remedy) from None
 
 

@@ -348,6 +348,9 @@ def _answer(
     rows += [row for row in head_rows(plan) if row[0] == "mode"]
     if sizes:
         rows.append(("sizes", sizes))
+        share = sum(use.share for use in evidence.uses if use.size is None)
+        if share >= LEAST_SHOWN:
+            rows.append(("eager", f"{share:.1%} of steps, which have no graph"))
     yield Facts(_headline(plan, evidence), rows)
     if not evidence.graphs:
         yield Text("No graph: every batch runs eagerly.")

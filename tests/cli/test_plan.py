@@ -736,6 +736,17 @@ def test_the_answer_for_the_traffic_of_the_readme_fits_on_one_screen(
     assert max(map(len, good(*command).stdout.splitlines())) <= 80
 
 
+@pytest.mark.parametrize(("count", "is_shown"), [(10, True), (0, False)])
+def test_the_first_screen_says_how_much_of_the_traffic_runs_eagerly(
+    home: Path, count: int, is_shown: bool
+) -> None:
+    command = (*use_traffic(home), *settings("compilation.cudagraph_mode=FULL_DECODE_ONLY"))
+    rows = f"num_tokens,num_reqs,count\n5,5,30\n10,2,{count}\n"
+    (home / "traffic.csv").write_text(rows)
+    row = "  eager       25.0% of steps, which have no graph\n"
+    assert (row in good(*command).stdout) == is_shown
+
+
 def test_steps_of_decode_stand_apart_from_mixed_ones(home: Path) -> None:
     """5 tokens of 5 requests run as uniform decode in 5 or 8, 10 tokens of 2 requests eagerly for 1000 us."""
     command = (
@@ -1312,6 +1323,7 @@ def test_what_a_plan_of_several_sizes_refuses(home: Path) -> None:
         ),
         ("plan --vllm {} --capture-time 3", "3 has no unit: GiB or B of memory, s of time"),
         ("plan --vllm {} --capture-time 1.5", "1.5 has no unit: GiB or B of memory, s of time"),
+        ("plan my.yaml batches.csv", "of traffic: --traffic FILE"),
         ("plan p.json", "Of a saved plan: `cgplan inspect FILE`, or `cgplan plan check FILE`"),
         ("plan --vllm {} --cudagraph-capture-sizes 1 2", "keys of its --compilation-config"),
         ("vllm check --gpu-memory-utilization 0.9", "without --log"),

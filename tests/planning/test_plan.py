@@ -122,9 +122,11 @@ def test_a_saved_plan_reloads_to_an_equal_value(plan: Plan) -> None:
     ("text", "complaint"),
     [
         ("{", "not a plan"),
-        ("[]", "schema version None"),
+        ("[]", "it is of kind None"),
         ('{"schema_version": 1, "kind": "plan"}', "schema version 1, this cgplan reads 2"),
         ('{"schema_version": 2, "kind": "capture"}', "not a plan"),
+        ('{"schema_version": 1, "kind": "capture"}', "not a plan: it is of kind capture"),
+        ("plan.json", r"Path\(file\).read_text\(\)"),
     ],
 )
 def test_what_is_no_plan_is_refused(text: str, complaint: str) -> None:
