@@ -153,6 +153,7 @@ class GraphBackend(ABC):
             cgplan=__version__,
             date=datetime.now(UTC).isoformat(timespec="seconds"),
             config_hash=config_hash,
+            threads=torch.get_num_threads(),
         )
 
     def hardware(self) -> tuple[str, str | None, str | None]:

@@ -192,12 +192,28 @@ def traffic_file(text: str) -> tuple[Path, float]:
     return Path(text), 1.0
 
 
+def result_file(text: str, other: str) -> Path:
+    if text.endswith(other):
+        raise BadParameter(f"{text} ends in {other}: --output writes JSON, --html writes HTML")
+    return Path(text)
+
+
 # Options of several groups.
 count = partial(option, metavar="N", parser=whole)
 count_from_1 = partial(count, parser=partial(whole, least=1))
 JSON = partial(flag, "Print JSON on standard output, and nothing else there.", "--json")
-HTML = partial(file_option, "Also write it as one HTML file, with charts.")
-OUTPUT = partial(file_option, "Also save the result as JSON in this file.", "--output", "-o")
+HTML = partial(
+    file_option,
+    "Also write it as one HTML file, with charts.",
+    parser=partial(result_file, other=".json"),
+)
+OUTPUT = partial(
+    file_option,
+    "Also save the result as JSON in this file.",
+    "--output",
+    "-o",
+    parser=partial(result_file, other=".html"),
+)
 COSTS = partial(
     option,
     "What graphs cost: a capture report, vLLM's log, `estimate` or `measure`.",

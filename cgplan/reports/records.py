@@ -88,6 +88,7 @@ class Environment(Record):
     cgplan: str
     date: str  # UTC, ISO 8601
     config_hash: str
+    threads: int | None = None  # of an operator on the host
 
     @property
     def as_machine(self) -> Machine:

@@ -309,7 +309,7 @@ def target(name: str) -> tuple[str, ...]:
         ("CaptureMemoryError", target("models.py:hungry"),
          ["size=2", "tried to allocate 5 GiB", "Lower compilation.max_cudagraph_capture_size"]),
         ("OutputPathError", (*PLAN, "--html", "none/plan.html"), ["cannot write none/plan.html: No such file"]),
-        ("OutputPathError", (*PLAN, "--html", "it.html", "--output", "./it.html"), ["it.html is to hold two results"]),
+        ("OutputPathError", (*PLAN, "--html", "it", "--output", "./it"), ["it is to hold two results"]),
         ("ReportError", (*PLAN, "--costs", ""), ["cannot read ."]),
         ("ConfigFileError", ("capture", "models.py:build"), ["models.py:build is a model", "`cgplan init"]),
         ("ConfigFileError", ("capture", "god.yaml"), ["no such file: god.yaml", "mean 'good.yaml'?"]),

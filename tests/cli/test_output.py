@@ -20,23 +20,23 @@ needs_rights = pytest.mark.skipif(os.geteuid() == 0, reason="root may write anyw
 @pytest.mark.parametrize(
     ("output", "said"),
     [
-        ("nowhere/run.json", "cannot write nowhere/run.json: No such file or directory"),
+        ("nowhere/run", "cannot write nowhere/run: No such file or directory"),
         ("there", "cannot write there: Is a directory"),
-        pytest.param("old.json", "cannot write old.json", marks=needs_rights),
+        pytest.param("old", "cannot write old", marks=needs_rights),
     ],
 )
 def test_a_path_that_cannot_be_written_is_told_before_the_model_is_built(
     home: Path, output: str, said: str
 ) -> None:
     (home / "there").mkdir()
-    (home / "old.json").write_text("old")
-    (home / "old.json").chmod(0o444)
+    (home / "old").write_text("old")
+    (home / "old").chmod(0o444)
     marking = f"model={{target: 'models.py:marking', kwargs: {{path: {home / 'marker'}}}}}"
     command = ("capture", "--config", "good.yaml", "--set", marking)
     for option in ("--output", "--html"):
         assert said in refused(errors.OutputPathError, *command, option, output)
-    assert "two.json is to hold two results" in refused(
-        errors.OutputPathError, *command, "--output", "two.json", "--html", "./two.json"
+    assert "two is to hold two results" in refused(
+        errors.OutputPathError, *command, "--output", "two", "--html", "./two"
     )
     assert "good.yaml is an input of the command" in refused(
         errors.OutputPathError, *command, "--html", "good.yaml"
@@ -44,6 +44,17 @@ def test_a_path_that_cannot_be_written_is_told_before_the_model_is_built(
     assert not (home / "marker").exists()
     good(*command)
     assert (home / "marker").exists()
+
+
+@pytest.mark.parametrize(("option", "file"), [("--html", "b.json"), ("-o", "b.html")])
+def test_a_result_does_not_replace_a_file_of_the_other_form(
+    home: Path, option: str, file: str
+) -> None:
+    (home / file).write_text("old")
+    result = cgplan_command("bench", "good.yaml", option, file)
+    assert result.exit_code == 2
+    assert "--output writes JSON, --html writes HTML" in " ".join(result.stderr.split())
+    assert (home / file).read_text() == "old"
 
 
 def test_output_replaces_the_old_file_and_keeps_link_and_mode(home: Path) -> None:

@@ -263,7 +263,9 @@ def test_a_bench_says_which_median_is_not_to_be_trusted() -> None:
     report = report.model_copy(update={"records": (report.records[0], second)})
     answer, table = render_text(report, 200).split("tokens runs as", 1)
     doubt = "Not to be trusted, as over twice the fastest call: eager at 4, replay at 4 tokens"
-    assert doubt in " ".join(answer.split())
+    assert f"{doubt}; measure again on an idle machine, on a CPU" in " ".join(answer.split())
+    by_one = report.changed(environment=report.environment.changed(threads=1))
+    assert "OMP_NUM_THREADS" not in render_text(by_one)
     assert "  3.41 times as fast as eager at 3 tokens" in answer
     assert [" unsure " in "".join(cells) for cells in rows_of(table)[:2]] == [False, True]
 
@@ -274,6 +276,8 @@ def test_a_bench_says_what_no_replay_can_be_faster_than() -> None:
     said = render_text(report)
     assert "cannot be faster" not in said
     assert "not measured, which takes an idle GPU with 512 MiB free" in said
+    on_cpu = render_text(golden_report("bench_against"))
+    assert "floor  not measured, which takes an idle GPU" in on_cpu
     floor = FloorRecord(weight_bytes=2_000_000, bytes_per_us=1_000.0, kernel_us=1.5)
     text = render_text(report.model_copy(update={"floor": floor}))
     title, table = text.split("What a replay cannot be faster than")
