@@ -53,7 +53,9 @@ def _of_call(
     device = select_backend("auto").device
     with prints_aside():
         made = load_model(target, kwargs, device=device)
-        example = call_target(call, {}, device=device)
+        example = call_target(
+            call, {}, device=device, to_fit="Let it take none, and return those of the forward."
+        )
         try:
             graphs: Graphed = graphed(made, example=example)
         except CgplanError:

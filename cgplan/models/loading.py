@@ -85,7 +85,12 @@ def load_model(
 
 
 def call_target(
-    target: str, kwargs: Mapping[str, Any], *, device: torch.device, base_dir: Path | None = None
+    target: str,
+    kwargs: Mapping[str, Any],
+    *,
+    device: torch.device,
+    base_dir: Path | None = None,
+    to_fit: str = "Change model.kwargs.",
 ) -> Any:
     """What a target returns; else as ``load_model``."""
     kwargs = dict(kwargs)
@@ -118,10 +123,8 @@ def call_target(
             try:
                 signature.bind(**kwargs)
             except TypeError as error:
-                message = f"model.kwargs do not fit {target}: {error}"
-                raise ModelError(
-                    message, remedy=f"It takes {signature}. Change model.kwargs."
-                ) from error
+                message = f"arguments do not fit {target}: {error}"
+                raise ModelError(message, remedy=f"It takes {signature}. {to_fit}") from error
         with _blaming(f"calling {target}"), torch.device(device):
             return found(**kwargs)
 

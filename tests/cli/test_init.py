@@ -147,6 +147,13 @@ def test_init_of_a_call_that_the_model_does_not_take(
     assert f"models.py:Net does not take what call.py:example returns: {problem}" in message
 
 
+def test_init_of_a_function_that_takes_arguments(home: Path) -> None:
+    (home / "call.py").write_text("def example(rows):\n    return None\n")
+    message = refused(cgplan.ModelError, "init", "models.py:Net", "--call", "call.py:example")
+    assert "kwargs" not in message
+    assert "It takes (rows). Let it take none, and return those of the forward." in message
+
+
 def test_init_without_a_model(home: Path) -> None:
     result = cgplan_command("init", "--call", "call.py:example")
     assert (result.exit_code, result.stdout) == (2, "")
