@@ -1272,6 +1272,27 @@ def test_copies_generate_by_themselves(backend: GraphBackend) -> None:
         assert torch.equal(lm.generate(prompt, max_new_tokens=6, do_sample=False), wanted)
 
 
+def test_hooks_of_each_request_are_told_once(
+    backend: GraphBackend, caplog: pytest.LogCaptureFixture
+) -> None:
+    lm = decoder(backend)
+    twin = copy.deepcopy(lm)
+    prompt = torch.randint(2, 200, (2, 9), device=backend.device)
+    g = cgplan.graphed_generate(lm, max_cache_len=32)
+    for scale in range(4):
+        found = list[Tensor]()
+        for model in (lm, twin):
+            layer = model.model.layers[0].mlp
+            hook = layer.register_forward_hook(lambda *call, scale=scale: call[2] * scale)
+            found.append(model.generate(prompt, max_new_tokens=6, do_sample=False))
+            hook.remove()
+        assert torch.equal(*found)
+    assert caplog.text.count("captured again: ") == 1
+    told = "3 times graphs were freed, as the model had changed: model.model.layers[0].mlp."
+    assert f"{told}_forward_hooks" in g.explain()
+    assert "ignore=" not in g.explain()
+
+
 def test_generate_that_graphs_do_not_see_is_told(
     backend: GraphBackend, caplog: pytest.LogCaptureFixture
 ) -> None:

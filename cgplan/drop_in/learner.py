@@ -408,8 +408,7 @@ class Learner(Inference):
         if not changes:
             return False
         first = changes[0]
-        subject = first.ignorable or first.path
-        self.changed[subject] += 1
+        self.changed[first.subject] += 1
         text = f"captured again: {first}"
         if len(changes) > 1:
             text += f", and {counted(len(changes) - 1, 'more change')}"
@@ -420,7 +419,7 @@ class Learner(Inference):
                 "; calls from the change to now may have been answered by the old graphs: call "
                 "recapture() after such changes"
             )
-        self.tell_once(text, subject)
+        self.tell_once(text, first.subject)
         self.detector.close()
         self.detector = None
         self.tensor_ids = frozenset()

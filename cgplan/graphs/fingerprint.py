@@ -206,22 +206,21 @@ class Change:
                 container[key] = value
 
     @property
-    def ignorable(self) -> str:
-        """The path of a count, a flag, a log, or of the table whose entry came or went; "" for
-        tensors and objects that come and go.
-        """
-        kinds = {type(self.was), type(self.now)}
-        if kinds <= {*PLAIN, Stateful} - {type(None)}:
-            return self.path
-        is_entry = self.path.endswith("]") and type(ABSENT) in kinds
-        if is_entry and kinds <= {*PLAIN, type(ABSENT), dict, list, tuple}:
+    def subject(self) -> str:
+        """The path, or that of the table whose entry came or went."""
+        if self.path.endswith("]") and (self.was is ABSENT or self.now is ABSENT):
             return self.path.rpartition("[")[0]
-        return ""
+        return self.path
 
     @property
     def hint(self) -> str:
-        path = self.ignorable
-        return f"; ignore=[{path!r}] if it decides nothing" if path else ""
+        """Not of tensors and objects that come and go."""
+        subject = self.subject
+        ignorable = {*PLAIN, Stateful} - {type(None)}
+        if subject != self.path:
+            ignorable = {*PLAIN, type(ABSENT), dict, list, tuple}
+        is_ignorable = {type(self.was), type(self.now)} <= ignorable
+        return f"; ignore=[{subject!r}] if it decides nothing" if is_ignorable else ""
 
     @property
     def is_reshaped(self) -> bool:
