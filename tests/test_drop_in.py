@@ -383,11 +383,16 @@ def test_a_full_house_is_told(backend: GraphBackend, caplog: pytest.LogCaptureFi
     few = cgplan.graphed(lambda x: x + 1, sizes=[1, 2])
     for count in (3, 3, 3, 4, 5):
         few(rows(backend, count))
-    told = "no graph serves the batch: `sizes` or `max_size` end below it"
+    given = "as `sizes`, `max_size` or `compilation` say"
+    told = f"no graph serves the batch: larger than the largest capture size, {given}"
     assert few.eager_calls == {"the first calls of a kind": 2, told: 3}
     few.warm_up(rows(backend, 3))
     assert caplog.text.count(told) == 1
     assert few.explain().count(told) == 1
+    none = cgplan.graphed(lambda x: x + 1, compilation={"cudagraph_mode": "NONE"})
+    for _ in range(3):
+        none(rows(backend, 3))
+    assert f"no graph serves the batch: nothing is captured, {given}" in none.explain()
     g = cgplan.graphed(lambda x: x + 1, max_graphs=1)
     for count in (1, 1, 1, 1, 3):
         g(rows(backend, count))
@@ -639,6 +644,20 @@ def test_when_replays_are_compared(backend: GraphBackend, verify: Any, runs: str
         close(g(x), model.inner(x))
         seen.append(str(model.calls - before))
     assert "".join(seen) == runs
+
+
+def test_a_path_to_ignore_where_nothing_is_compared(
+    backend: GraphBackend, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Noted().to(backend.device).eval()
+    g = cgplan.graphed(model, ignore=["model.calls", "model.*.weight", "model.cals"])
+    drawing = cgplan.graphed(lambda x: x + 0 * random.random(), ignore=["Python's random numbers"])
+    for _ in range(4):
+        g(rows(backend, 4))
+        drawing(rows(backend, 4))
+    assert drawing.graph_calls
+    assert caplog.text.count("ignore names ") == 1
+    assert "ignore names 'model.cals', where nothing is compared" in g.explain()
 
 
 def test_a_forward_that_changes_python_runs_eagerly(
@@ -978,6 +997,9 @@ def test_what_is_no_model_is_refused(model: Any) -> None:
     with pytest.raises(cgplan.ConfigError, match="no argument 'batch_sizes'") as caught:
         cgplan.graphed(batch_sizes=[1])  # type: ignore[arg-type]
     assert "Did you mean 'sizes'?" in caught.value.remedy
+    with pytest.raises(cgplan.ConfigError, match="no argument 'budget'") as caught:
+        cgplan.graphed(budget=2**30)  # type: ignore[arg-type]
+    assert "The budget is max_graphs" in caught.value.remedy
     with pytest.raises(cgplan.ConfigError, match="max_size has no effect beside a list of sizes"):
         cgplan.graphed(sizes=[1, 2], max_size=16)
     if not torch.cuda.is_available():

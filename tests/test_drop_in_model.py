@@ -1160,7 +1160,13 @@ def test_transformers_generate_by_graphs(backend: GraphBackend) -> None:
             cgplan.graphed_generate(lm, max_cache_len=2, **{name: 2})
         assert caught.value.remedy.startswith(wanted)
         assert "sizes" not in caught.value.remedy
-    for own in ({"strict": False}, {"ignore": ["model.calls"]}, {"address_check": "always"}):
+    own: dict[str, Any]
+    for own in (
+        {"strict": False},
+        {"ignore": ["model.calls"]},
+        {"address_check": "always"},
+        {"pool": "per_graph"},
+    ):
         with pytest.raises(ConfigError, match=f"compilation has {next(iter(own))}, which graphed"):
             cgplan.graphed(Net(), compilation=own)
     longest = {"max_new_tokens": 31, "cache_implementation": "dynamic"}  # as the remedy says

@@ -416,7 +416,7 @@ class Calls:
                 kind.close()  # it may hold a dropped cache
             reason = "no graph serves the batch"
             if route.missing is None:
-                reason += ": `sizes` or `max_size` end below it"
+                reason += f": {why_not}, as `sizes`, `max_size` or `compilation` say"
                 self.learner.tell_once(reason)
             elif is_capture_allowed():
                 reason += f", and max_graphs={self._settings.max_graphs} leaves no room"

@@ -96,7 +96,7 @@ def graphed(
     Raises ConfigError for a wrong setting, ModelError for no model. Calls raise what the model
     raises; with ``strict`` CaptureError and NumbersError, too.
     """
-    refuse_others(graphed, others, "Settings of YAML belong into `compilation`.")
+    refuse_others(graphed, others, "The budget is max_graphs; other settings go into compilation.")
     settings = Settings(
         sizes=sizes,
         max_size=max_size,
@@ -235,8 +235,7 @@ class Graphed:
         if not runners:
             raise CgplanError(
                 f"{self._name} has no graphs",
-                remedy="Call it three times, or give it an example; explain() says why calls ran "
-                "eagerly.",
+                remedy="Warm it up, as by three calls; explain() says why calls ran eagerly.",
             )
         return next(kind for kind in self._learner.kinds if kind.runner is runners[0])
 

@@ -35,7 +35,7 @@ from cgplan.drop_in.call_form import (
 from cgplan.drop_in.kinds import Family, Kind, Sizes, Stage, without_constants
 from cgplan.errors import ConfigError, InputError, OutputShapeError
 from cgplan.graphs.change_detector import ChangeDetector
-from cgplan.graphs.fingerprint import Change, Fingerprint
+from cgplan.graphs.fingerprint import Change, Fingerprint, is_ignored
 from cgplan.graphs.footprint import look
 from cgplan.graphs.put_back import PutBack
 from cgplan.graphs.written import copy_limit, version_of
@@ -114,6 +114,7 @@ class Settings:
             "strict": True,  # captures raise, and ``graphed`` decides
             "ignore": self.ignore,
             "address_check": "off",
+            "pool": "shared",
         }
         given = {
             "capture_policy": "lazy",
@@ -124,7 +125,7 @@ class Settings:
         for name in own.keys() & given:
             raise ConfigError(
                 f"compilation has {name}, which graphed sets",
-                remedy="Pass strict and ignore to graphed itself; leave out address_check.",
+                remedy="Pass strict and ignore to graphed itself; leave out the others.",
             )
         self.compilation = CompilationConfig(**given, **own)
         refuse_auto(self.compilation)
@@ -437,9 +438,13 @@ class Learner(Inference):
 
     def watch_model(self, record: Fingerprint | None = None) -> None:
         if self.detector is None:
-            record = record or self._fingerprint({"model": self.model})
-            self.detector = ChangeDetector(record)
+            record = record or self._fingerprint({"model": self.model}, draws=True)
+            paths = [*record.places, *(drawn.path for drawn in record.draws)]
+            self.detector = ChangeDetector(record.without_draws())
             self.tensor_ids = frozenset(map(id, record.tensors))
+            for pattern in self.settings.ignore:
+                if not any(is_ignored(path, [pattern]) for path in paths):
+                    self.tell_once(f"ignore names {pattern!r}, where nothing is compared")
 
     def holds(self) -> bool:
         """The model is watched, and looks the same."""
@@ -571,7 +576,7 @@ class Learner(Inference):
             changes.append(list(record.changes(ignored).values()))
         kind.note_run(sizes, *changes)
         if kind.may_capture:
-            self.watch_model(records[0].without_draws())
+            self.watch_model(records[0])
         held = set[int]()
         for record in records:
             held |= record.container_ids()

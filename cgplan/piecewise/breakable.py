@@ -558,7 +558,10 @@ def _matching(model: Function, patterns: Sequence[str]) -> dict[str, nn.Module]:
             layers = list(dict.fromkeys(numbered))  # as one
             hint = did_you_mean(pattern, [*layers, *named], "Did you mean {}?", 3)
             has = f"The model has {listed(layers, 10) or 'no submodules'}."
-            raise ConfigError(f"no submodule matches {pattern!r}", remedy=hint or has)
+            raise ConfigError(
+                f"no submodule matches {pattern!r}; give paths, such as layers.*.mlp",
+                remedy=hint or has,
+            )
         matching.update(found)
     first: dict[int, str] = {}
     for name, module in named.items():
