@@ -1149,12 +1149,13 @@ def test_transformers_generate_by_graphs(backend: GraphBackend) -> None:
     for name, wanted in (
         (
             "max_length",
-            "Did you mean 'max_cache_len'? No rows are padded; `generate` warms up. Arguments are max_cache_len,",
+            "Did you mean 'max_cache_len'? No rows are padded; `generate` warms up. `max_graphs` is the budget. Arguments are max_cache_len,",
         ),
         ("max_graph", "Did you mean 'max_graphs'?"),
         ("sizes", "No rows are padded; `generate` warms up."),
         ("dynamic", "No rows are padded; `generate` warms up."),
         ("example", "No rows are padded; `generate` warms up."),
+        ("pad", "No rows are padded; `generate` warms up."),
     ):
         with pytest.raises(ConfigError, match=f"generate has no argument '{name}'") as caught:
             cgplan.graphed_generate(lm, max_cache_len=2, **{name: 2})
@@ -1241,6 +1242,9 @@ def test_generate_inside_generate_leaves_the_cache_of_the_outer_call(
         assert torch.equal(generated(), wanted)
     assert replays(g) > 0
     assert all(torch.equal(inner, seen[0]) for inner in seen)
+    why = "generate with another one around it does not use the cache that graphed_generate keeps"
+    assert f"12 calls ran eagerly: {why}" in g.explain()
+    assert "an object argument is new" not in g.explain()
 
 
 def test_generate_under_autocast_and_inference_mode(backend: GraphBackend) -> None:
@@ -1276,6 +1280,27 @@ def test_copies_generate_by_themselves(backend: GraphBackend) -> None:
             weight.data.zero_()
         assert twin.generate(prompt, max_new_tokens=3)[0, -1] == 0
         assert torch.equal(lm.generate(prompt, max_new_tokens=6, do_sample=False), wanted)
+
+
+def test_copies_of_what_graphed_generate_returns(backend: GraphBackend) -> None:
+    """Such as of a pickle: ``generate`` is the model's, which runs by the copy."""
+    lm = decoder(backend)
+    prompt = torch.randint(2, 200, (2, 9), device=backend.device)
+    g = cgplan.graphed_generate(lm, max_cache_len=32, max_graphs=3)
+    wanted = lm.generate(prompt, max_new_tokens=6, do_sample=False)
+    assert copy.copy(g) is g
+    for other in (copy.deepcopy(g), pickle.loads(pickle.dumps(g)), copy.deepcopy(lm).forward):
+        model = other.generate.model
+        assert model is not lm
+        assert model.forward is other
+        assert model.generate is other.generate
+        assert torch.equal(other.generate(prompt, max_new_tokens=6, do_sample=False), wanted)
+        assert "1 of 3 graphs" in other.explain()
+        with pytest.raises(InputError, match="is warmed up by generate"):
+            other.warm_up(prompt)
+    del lm.forward, lm.generate
+    copy.copy(g)
+    assert "forward" not in vars(lm)
 
 
 def test_hooks_of_each_request_are_told_once(
@@ -1346,7 +1371,7 @@ def test_generate_of_many_numbers_of_rows(backend: GraphBackend, most: int) -> N
             assert torch.equal(lm.generate(prompt, max_new_tokens=6, do_sample=False), tokens)
     told = g.explain()
     assert "in another state at each call" not in told
-    assert ("for 8 numbers of rows, and got more" in told) == (most == 10)
+    assert ("keeps 8 caches with graphs, by number of rows" in told) == (most == 10)
     kept = min(most, 8)
     graphs = sum(len(runner.plan.keys) for runner in g.runners)
     assert graphs == (2 * kept if most == 5 else kept)  # of prompts that came twice, of steps
@@ -1358,8 +1383,9 @@ def test_generate_warms_up_by_itself(backend: GraphBackend) -> None:
     prompt = torch.full((2, 5), 3, device=backend.device)
     with pytest.raises(InputError, match="is warmed up by generate") as caught:
         g.warm_up(prompt)
-    assert "max_new_tokens=4" in caught.value.remedy
-    lm.generate(prompt, max_new_tokens=4)
+    assert "max_new_tokens=4, min_new_tokens=4" in caught.value.remedy
+    first = int(lm.generate(prompt, max_new_tokens=1)[0, -1])
+    lm.generate(prompt, max_new_tokens=4, min_new_tokens=4, eos_token_id=first)
     assert replays(g) == 1
 
 

@@ -310,7 +310,8 @@ class Graphed:
         if "generate" in vars(self) and kwargs.keys().isdisjoint(CACHE_ARGUMENTS):
             raise InputError(
                 f"{self._name} is warmed up by generate, which has its caches",
-                remedy="Call lm.generate(prompt, max_new_tokens=4) for each number of rows.",
+                remedy="For each number of rows call lm.generate(prompt, max_new_tokens=4, "
+                "min_new_tokens=4).",
             )
         if self._learner.signature.parameters and not args and not kwargs:
             raise InputError(
@@ -383,7 +384,9 @@ class Graphed:
         # pickle finds it by name
         if name and getattr(sys.modules.get(self._wrapped.__module__), name, None) is self:
             return name
-        return type(self), (self._wrapped, self._settings)
+        made_of = self._wrapped, self._settings
+        generate = vars(self).get("generate")
+        return (_again, (*made_of, generate)) if generate else (type(self), made_of)
 
 
 class GraphedModule(Graphed, nn.Module):
@@ -499,16 +502,17 @@ def graphed_generate(
 
     Args:
         max_cache_len: In tokens, at least 1: those of the longest prompt and its answer.
-        options: As of ``graphed``, but ``dynamic``, ``sizes`` and ``max_size``, as no rows are
-            padded, and ``example``, for which ``generate`` is called once.
+        options: As of ``graphed``, but ``dynamic``, ``sizes``, ``max_size`` and ``pad``, as no rows
+            are padded, and ``example``, for which ``generate`` is called once.
 
     Raises ConfigError for other options, and for models other than transformers' decoders;
     ``generate`` raises InputError for more tokens than the cache holds.
     """
     known = {"max_cache_len": None, **(graphed.__kwdefaults__ or {})}
-    for name in ("sizes", "max_size", "dynamic", "example"):
+    for name in ("sizes", "max_size", "dynamic", "pad", "example"):
         del known[name]
-    refuse_others(graphed_generate, options, "No rows are padded; `generate` warms up.", known)
+    hint = "No rows are padded; `generate` warms up. `max_graphs` is the budget."
+    refuse_others(graphed_generate, options, hint, known)
     if type(max_cache_len) is not int or max_cache_len < 1:
         raise ConfigError(
             f"max_cache_len is {max_cache_len!r:.80}, no whole number from 1",
@@ -529,6 +533,19 @@ def graphed_generate(
     return g
 
 
+def _again(
+    forward: Callable[..., Any],
+    settings: Settings,
+    generate: _Generate,
+) -> Graphed:
+    """That of a copied model, or one for it."""
+    g = generate.model.forward
+    if not isinstance(g, Graphed):
+        g = Graphed(forward, settings)
+        vars(g)["generate"] = generate
+    return g
+
+
 class _Generate:
     """``generate`` with a static cache for each number of rows. Copies share none."""
 
@@ -540,15 +557,15 @@ class _Generate:
         max_cache_len: int,
     ) -> None:
         functools.update_wrapper(self, type(model).generate)
-        self._model = model
+        self.model = model
         self._cache_argument = str(cache_argument(model))
         self._max_cache_len = max_cache_len
         self._caches = dict[Any, Any]()
-        self._lock = threading.RLock()
-        self._is_running = False
+        self._lock = threading.Lock()
+        self._thread = 0  # that generates
 
     def __reduce__(self) -> Any:
-        return _Generate, (self._model, self._max_cache_len)
+        return _Generate, (self.model, self._max_cache_len)
 
     def __call__(
         self,
@@ -557,7 +574,7 @@ class _Generate:
         *others: Any,
         **given: Any,
     ) -> Any:
-        model = self._model
+        model = self.model
         own = type(model).generate
         learner = vars(model.forward).get("_learner")
         if learner is not None:  # forward is not deleted
@@ -578,6 +595,8 @@ class _Generate:
             del given["cache_implementation"]
         without = {
             "num_beams": option("num_beams", 1) > 1,
+            # as from a logits processor
+            "another one around it": self._thread == threading.get_ident(),
             "use_cache=False": not option("use_cache", True),
             "autocast": torch.is_autocast_enabled(model.device.type),  # a static cache: one dtype
             "alibi": getattr(model.config, "alibi", False),  # Falcon's mask has the prompt's length
@@ -624,34 +643,33 @@ class _Generate:
             generation_config.disable_compile = True
         rows = len(prompt) * option("num_return_sequences", 1)
         with self._lock:
-            if self._is_running:  # a logits processor generates: the cache is in use
-                return run()
             given[self._cache_argument] = self._cache_of(rows)
-            self._is_running = True
+            self._thread = threading.get_ident()
             try:
                 return run()
             finally:
-                self._is_running = False
+                self._thread = 0
 
     def _tell(self, text: str) -> None:
-        vars(self._model.forward)["_learner"].tell_once(text)
+        vars(self.model.forward)["_learner"].tell_once(text)
 
     def _cache_of(self, rows: int) -> Any:
         from transformers import StaticCache
 
         is_inference = torch.is_inference_mode_enabled()  # its tensors are not written outside
-        key = rows, self._model.dtype, self._model.device, is_inference
+        key = rows, self.model.dtype, self.model.device, is_inference
         cache = self._caches.pop(key, None)
         if cache is None:
             if len(self._caches) >= _MOST_CACHES:
                 oldest = self._caches.pop(next(iter(self._caches)))
-                vars(self._model.forward)["_calls"].forget_object(oldest)
+                vars(self.model.forward)["_calls"].forget_object(oldest)
                 self._tell(
-                    f"generate keeps caches and graphs for {_MOST_CACHES} numbers of rows, and "
-                    "got more: pad prompts to a few numbers of rows"
+                    f"generate keeps {_MOST_CACHES} caches with graphs, by number of rows, inside "
+                    "and outside of inference_mode, and got more: pad prompts to a few numbers of "
+                    "rows, in one mode"
                 )
             made: Any = StaticCache
-            cache = made(self._model.config, max_cache_len=self._max_cache_len)
+            cache = made(self.model.config, max_cache_len=self._max_cache_len)
             if any(cache.is_sliding):
                 self._tell(
                     "no graph serves a sliding window: for shorter texts, if all layers have "
