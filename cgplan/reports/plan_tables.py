@@ -58,7 +58,7 @@ from cgplan.units import (
 if TYPE_CHECKING:
     from cgplan.pricing import CaseCost
 
-MOST_LADDERS = 5
+MOST_LADDERS = 4
 MOST_PADDING_ROWS = 12
 MOST_POINTS = 12
 MOST_SAID = 4
@@ -529,14 +529,15 @@ def _ladders(evidence: Evidence, whole: bool) -> RenderableType | None:
         is_near = ladder.no_gain and shorter > -LEAST_SHOWN
         return "no gain" if is_near else f"{shorter:+.1%}"
 
+    shown = evidence.ladders
+    more = ""
+    if len(shown) > MOST_LADDERS and not whole:
+        more = f"; {len(shown) - MOST_LADDERS} more with --verbose"
+        shown = shown[:MOST_LADDERS]
     words = [
-        "padding: share of all tokens; gain: how much shorter the plan's step is",
+        f"padding: share of all tokens; gain: how much shorter the plan's step is{more}",
         f"bound: each batch at its best, in a graph{eager}; no gain: a ladder within 1% of it",
     ]
-    shown = evidence.ladders
-    if len(shown) > MOST_LADDERS and not whole:
-        words.append(f"{len(shown) - MOST_LADDERS} more with --verbose")
-        shown = shown[:MOST_LADDERS]
     table = _beside((plan, *shown), TextColumn("gain", gain))
     return titled("Ladders on the same traffic", table, sentences(*words))
 
