@@ -175,7 +175,7 @@ class Capturer:
                 answers = graphs.capture_answers(mode, capturing=True)
                 with rehearsal.judged_run(mode, captures=True), answers, log:
                     output = graphs.run_wrapped(key, graphs.views(descriptor))
-            rehearsal.refuse_first_use()  # a host read of each run has raised above
+            rehearsal.refuse_first_use()  # the run has raised a host read of its own
         except Exception as error:
             return self._failed(rehearsal, attempt, error)
         self._check(attempt, output)

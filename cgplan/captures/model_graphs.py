@@ -864,7 +864,7 @@ class Rehearsal:
         prepared = put_back.prepared
         if prepared:
             self._refuse(f"prepares {_listed(prepared)} on first use, and changes it later")
-        put_back.value_read = None
+        put_back.value_read = None  # of this run alone
         lost = put_back.storages.lost
         if lost:
             raise CaptureError(

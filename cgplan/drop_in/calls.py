@@ -125,7 +125,7 @@ class Calls:
             form, tensors = call_form(args, kwargs)
             mode = _get_current_function_mode()
             last_form, last_mode, has_state, runner, kind = self._last
-            # has_state compares what the tail holds
+            # has_state compares what the tail holds; a closed runner has no call that is alike
             is_again = form == last_form and mode is last_mode and has_state()
             prepared = runner.alike_call(tensors) if is_again else None
             if prepared is None:

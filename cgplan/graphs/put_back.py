@@ -123,7 +123,7 @@ class PutBack:
         also inside what earlier runs made. ``replays`` run no Python.
         """
         found = dict[str, Change]()
-        # the bytes may belong to Python that one run left
+        # after one run its flag and its bytes stay together: they may be first use
         if len(self._runs) != 1 or not self.last:
             self.storages.rewind()
         self.storages.begin_run()

@@ -146,7 +146,7 @@ def _pieces(
     version = operator.attrgetter("_version")
 
     def run() -> None:
-        before = [*map(version, tensors)]
+        before = [*map(version, tensors)]  # `versions`, without a call
         given = DeclaredMetadata()
         for name, view in metadata.items():
             given[name] = view.detach()  # a piece may change the object

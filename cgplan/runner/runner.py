@@ -236,7 +236,7 @@ class Launcher:
             self._is_plain = not self._is_autocast()
         if call.needs_check and not self._addresses.holds():
             self._addresses.check(call.route.key)
-            call.needs_check = not self._checks_once  # its holds() is never true
+            call.needs_check = not self._checks_once  # else `check` looks once a call
         call.copy_in(values, stream, is_alike)
         call.count.calls += 1
         due = call.due
