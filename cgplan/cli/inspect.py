@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from enum import Enum
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import typer
 from pydantic import BaseModel
@@ -20,7 +20,7 @@ from cgplan.errors import PlanError, PlanMismatchError, ReportError
 from cgplan.optimizer.subset import within_count
 from cgplan.planning import Plan, build_plan
 from cgplan.planning.engines import VllmConfig, describe_batches, emit, with_emission
-from cgplan.planning.vllm_log import StartLog
+from cgplan.planning.vllm_log import StartLog, without_graphs
 from cgplan.pricing import GraphCosts, case_costs
 from cgplan.reports import load_plan, render
 from cgplan.reports.layout import (
@@ -92,12 +92,7 @@ def _split_of(loaded: LoadedConfig) -> RenderableType:
 
     with prints_aside():
         backend = select_backend(loaded.config.device)
-        model = load_model(
-            target,
-            kwargs,
-            device=backend.device,
-            base_dir=loaded.base_dir,
-        )
+        model = load_model(target, kwargs, device=backend.device, base_dir=loaded.base_dir)
         found = describe_split(model, loaded.config, backend)
     if found is None:
         return Facts("Split", [("pieces", "none: no PIECEWISE graph is planned")])
@@ -132,11 +127,7 @@ def check_vllm(
         text = read_text(file, ReportError, _LOG)
         log = StartLog.parse(text)
         if not log:
-            raise ReportError(
-                f"{file} has no line `Graph capturing finished in ... secs, took ... GiB`; it "
-                f"begins with {text[:40]!r}",
-                remedy=_LOG,
-            )
+            raise ReportError(f"{file}: {without_graphs(text)}", remedy=_LOG)
         if not (read or log.graphs or log.sizes):
             raise ReportError(
                 f"{file} does not say how many graphs were captured",
@@ -151,15 +142,14 @@ def check_vllm(
         said += log.said(plan, others)
         nbytes = log.bytes
         if predicted:
-            memory = predicted.total_bytes
             said.append(
-                f"predicted: {format_bytes(memory)} and {predicted.seconds:.3g} s, "
+                f"predicted: {format_bytes(predicted.total_bytes)} and {predicted.seconds:.3g} s, "
                 f"by {predicted_by(predicted)}"
             )
             if others:
-                nbytes = memory
+                nbytes = predicted.total_bytes
     typer.echo(wrapped("\n".join(said)))
-    for line in log.kv_cache(nbytes, utilization, gpu_gib) if log else ():
+    for line in log.kv_cache(plan, nbytes, utilization, gpu_gib) if log else ():
         typer.echo(wrapped(line))
     if read and read.lost:
         raise PlanError(
@@ -191,11 +181,7 @@ def origin_rows(loaded: LoadedConfig, plan: Plan) -> list[Row]:
     return rows
 
 
-def _rows(
-    section: BaseModel,
-    prefix: str,
-    loaded: LoadedConfig,
-) -> Iterator[Row]:
+def _rows(section: BaseModel, prefix: str, loaded: LoadedConfig) -> Iterator[Row]:
     for name in type(section).model_fields:
         value = getattr(section, name)
         is_given = name in section.model_fields_set
@@ -204,25 +190,14 @@ def _rows(
             parts = {f"{prefix}{name}.{item}": inner for item, inner in value.items()}
         for key, inner in parts.items():
             if isinstance(inner, BaseModel):
-                yield from _rows(
-                    inner,
-                    f"{key}.",
-                    loaded,
-                )
-            else:
-                yield Row(
-                    key,
-                    _text(inner),
-                    loaded.origin(key) if is_given else "default",
-                )
-
-
-def _text(value: Any) -> str:
-    if value is None:
-        return "absent"
-    if isinstance(value, Enum):
-        return inline_yaml(value.name)
-    return inline_yaml(list(value) if isinstance(value, tuple) else value)
+                yield from _rows(inner, f"{key}.", loaded)
+                continue
+            if isinstance(inner, Enum):
+                inner = inner.name
+            elif isinstance(inner, tuple):
+                inner = [*inner]
+            text = "absent" if inner is None else inline_yaml(inner)
+            yield Row(key, text, loaded.origin(key) if is_given else "default")
 
 
 def _resolved(config: Config, plan: Plan) -> dict[str, str]:

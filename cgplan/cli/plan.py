@@ -13,18 +13,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cgplan.cli.options import EngineName, Loads, ModeChoice, Objective, PlanRequest, Shown
-from cgplan.cli.output import (
-    check_outputs,
-    note,
-    prints_aside,
-    tell,
-)
-from cgplan.config import (
-    Config,
-    LoadedConfig,
-    Override,
-    read_config,
-)
+from cgplan.cli.output import check_outputs, note, prints_aside, tell
+from cgplan.config import Config, LoadedConfig, Override, read_config
 from cgplan.config.load import read_text
 from cgplan.errors import (
     CaptureMemoryError,
@@ -50,7 +40,7 @@ from cgplan.planning.engines import (
     with_emission,
 )
 from cgplan.planning.plan import RULES, Machine, refuse_auto
-from cgplan.planning.vllm_log import StartLog
+from cgplan.planning.vllm_log import StartLog, without_graphs
 from cgplan.pricing import GraphCosts
 from cgplan.reports import CaptureReport, Environment, load_plan
 from cgplan.reports.plan_tables import brief, said
@@ -92,10 +82,7 @@ def costs_of(loaded: LoadedConfig, given: str | None) -> Priced:
         costs = GraphCosts.from_vllm_log(log, loaded.config, given)
         return Priced(costs, kv_token_bytes=log.kv_token_bytes)
     if not text.lstrip().startswith("{"):
-        raise ReportError(
-            f"{given}: neither JSON nor a log of vLLM with `Graph capturing finished`",
-            remedy=_REMEDY,
-        )
+        raise ReportError(f"{given}: {without_graphs(text)}", remedy=_REMEDY)
     report = parse_report(text, given)
     if report.kind == "bench":
         report = report.capture
@@ -285,12 +272,7 @@ def _shown(plan: Plan, request: PlanRequest) -> RenderableType | None:
     return None if request.verbose else brief(plan)
 
 
-def run_check(
-    path: Path,
-    loads: Loads,
-    max_regret: float | None,
-    shown: Shown,
-) -> None:
+def run_check(path: Path, loads: Loads, max_regret: float | None, shown: Shown) -> None:
     """Raises RegretError where the plan misses its SLO, or beyond ``max_regret``."""
     plan = load_plan(path)
     if plan.config.get("dims"):

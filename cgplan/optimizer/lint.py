@@ -93,7 +93,8 @@ def _scheduler_cliffs(plan: Plan, run: Run) -> Iterator[str]:
             yield (
                 f"scheduler.{limit} allows {_kind(batch.uniform)} batches of {batch.num_tokens} "
                 "tokens, which no graph "
-                f"holds: {cliff}; lower it, or add that size to cudagraph_capture_sizes by hand"
+                f"holds: {cliff}; lower it, or plan without --traffic: cudagraph_capture_sizes of "
+                "these sizes and that one"
             )
 
 

@@ -526,8 +526,9 @@ class PlannedGraphs:
             size = max(plan.max_capture_size, *run.batches.num_tokens.astype(int))
             largest = f"compilation.max_cudagraph_capture_size={size}"
             warnings.append(
-                f"measure first: `cgplan bench FILE --set {largest} --output bench.json`, or the "
-                "engine's own benchmark; then give --step-times"
+                f"measure first: `cgplan bench FILE --set {largest} --output bench.json`, or of "
+                f"vLLM two starts, at loads up to {size} tokens (docs/planning.md, For vLLM), or "
+                "the engine's own benchmark; then give --step-times"
             )
         unbounded = self._unbounded
         if unbounded:

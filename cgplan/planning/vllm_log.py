@@ -49,13 +49,14 @@ _DRAFTS = re.compile(
     r".*?num_spec_tokens=(\d+))"
 )
 _KV_TOKENS = re.compile(r"GPU KV cache size: ([\d,]+) tokens")
-_RESERVES = "CUDA graph memory profiling is enabled"
 _CAPTURES = re.compile(
     rf"(?:{_START}(?:.*? model='([^']*)')?.*?'cudagraph_mode': <|- Mode: *)"
     r"(?:CUDAGraphMode\.)?(\w+)"
     r"(?:.*?'cudagraph_capture_sizes': |\s*\n.*- Capture sizes: )(\[[\d, ]*\])"
 )
-_SEQS = re.compile(r"non-default args: .*'max_num_seqs': (\d+)")
+_GIVEN = re.compile(r"non-default args: (.*)")
+_SEQS = re.compile(r"'max_num_seqs': (\d+)")
+_LORAS = re.compile(r"(?=.*'enable_lora': True)(?:.*'max_loras': (\d+))?")
 _BOUND = re.compile(r"Chunked prefill is enabled with max_num_batched_tokens=(\d+)")
 _STEP = re.compile(
     r"Iteration\(\d+\): (\d+) context requests, (\d+) context tokens, (\d+) generation requests, "
@@ -77,6 +78,7 @@ class StartLog:
         advice: The numbers of its line on ``--kv-cache-memory``.
         drafts: Speculative tokens of a request; None if the log does not tell it.
         method: That drafts them.
+        max_loras: 0 without adapters; None if the log does not tell it.
         model, mode, sizes: That vLLM was to capture.
         kv_token_bytes: Of the KV cache, by ``advice``.
     """
@@ -96,6 +98,7 @@ class StartLog:
     max_num_batched_tokens: int = 0
     drafts: int | None = None
     method: str | None = None
+    max_loras: int | None = None
 
     @classmethod
     def parse(cls, text: str) -> StartLog | None:
@@ -121,7 +124,7 @@ class StartLog:
         for mode, count, largest in _GROUP.findall(profiles):
             graphs[CUDAGraphMode[mode]] = int(count), int(largest)
         reserved = 0.0
-        if _RESERVES in text:
+        if "CUDA graph memory profiling is enabled" in text:
             reserved = max(map(float, _ESTIMATED.findall(text)), default=0.0)
         by_mode = {}
         for mode, first, _, each in _BY_MODE.findall(text):
@@ -134,6 +137,9 @@ class StartLog:
             kv_bytes = advised[-1] * GIB / int(tokens[1].replace(",", ""))
         version = _VERSION.search(text)
         drafts = _DRAFTS.search(text)
+        given = ["", *_GIVEN.findall(server)][-1]
+        loras = _LORAS.match(given)
+        most = int(loras[1] or 1) if loras else 0
         return cls(
             seconds=max(map(float, seconds)),
             bytes=round(max(0.0, *map(float, taken)) * GIB),
@@ -146,10 +152,11 @@ class StartLog:
             mode=captures and CUDAGraphMode.parse(captures[2]),
             sizes=tuple(sizes),
             kv_token_bytes=round(kv_bytes),
-            max_num_seqs=int(["0", *_SEQS.findall(server)][-1]),
+            max_num_seqs=int(["0", *_SEQS.findall(given)][-1]),
             max_num_batched_tokens=int(["0", *_BOUND.findall(server)][-1]),
             drafts=drafts and int(drafts[2] or 0),
             method=drafts and drafts[1],
+            max_loras=most if given else None,
         )
 
     def doubts(self, plan: Plan) -> Iterator[str]:
@@ -158,10 +165,11 @@ class StartLog:
             had, has = getattr(self, bound), getattr(plan, bound)
             if had not in (0, has):
                 yield f"the log is of --{bound.replace('_', '-')} {had}, not {has}"
-        if plan.query_len > 1 and self.drafts is None:
+        is_drafted = plan.query_len > 1
+        if (is_drafted and self.drafts is None) or (plan.max_loras and self.max_loras is None):
             yield (
-                "the log does not tell its speculative tokens, which may be others than the plan's "
-                f"{plan.query_len - 1}: give it from its first line, which has speculative_config="
+                "the log does not tell its speculative tokens or --max-loras, which may be others "
+                "than the plan's: give it from its first line"
             )
         nearest = VERSIONS["vLLM"]
         if self.version and self.version.split(".")[:2] != nearest.split(".")[:2]:
@@ -172,6 +180,13 @@ class StartLog:
             yield (
                 "the log does not name its capture sizes, which may be others than these: give it "
                 "from its first line"
+            )
+        elif plan.max_capture_size > 2 * self.sizes[-1]:
+            yield f"sizes of the log end at {self.sizes[-1]}: memory of far larger ones is a guess"
+        if self.sizes and not self.graphs:
+            yield (
+                "the log has neither progress bars nor `Profiling CUDA graph memory`: the number "
+                "of graphs was not compared; keep standard error (2>&1)"
             )
 
     def started(self, plan: Plan) -> Plan:
@@ -188,20 +203,26 @@ class StartLog:
         )
         return build_plan(config)
 
+    def other_memory(self, plan: Plan) -> Iterator[str]:
+        """Drafts and adapters that are not the plan's, and take memory besides graphs."""
+        drafted = plan.query_len - 1
+        method = plan.settings.speculative.method or ""
+        if self.drafts not in (None, drafted):
+            yield f"{counted(self.drafts, 'speculative token')}, not {drafted}"
+        # eagle3 is one with eagle, ngram_gpu with ngram
+        elif self.method and not self.method.startswith(method[:5]):
+            yield f"drafts of {self.method}, not {method}"
+        most = plan.max_loras or 0
+        if self.max_loras not in (None, most):
+            yield f"--max-loras {self.max_loras}, not {most}"
+
     def of_other_options(self, plan: Plan) -> Iterator[str]:
-        """A sentence, if the start had other graphs or drafts."""
+        """A sentence, if the start had other graphs, drafts or adapters."""
         own = Counter({mode: count for mode, (count, _) in self.graphs.items()})
         of_plan = Counter(mode for mode, _ in plan.keys)  # bars of draft models have other names
         started = self.started(plan)
         is_alike = {*started.keys} == {*plan.keys}
-        drafted = plan.query_len - 1
-        method = plan.settings.speculative.method or ""
-        found = list[str]()
-        if self.drafts not in (None, drafted):
-            found.append(f"{counted(self.drafts, 'speculative token')}, not {drafted}")
-        # eagle3 is one with eagle, ngram_gpu with ngram
-        elif self.method and not self.method.startswith(method[:5]):
-            found.append(f"drafts of {self.method}, not {method}")
+        found = [*self.other_memory(plan)]
         if not found and is_alike and own in (Counter(), of_plan):
             return
         if self.max_num_seqs not in (0, plan.max_num_seqs):
@@ -213,7 +234,8 @@ class StartLog:
             if sizes:
                 found.append(f"{word} sizes {listed(sorted(sizes))}")
         if not found and is_alike:
-            found.append("another --max-num-seqs, --max-loras or attention backend")
+            unsure = "" if self.max_num_seqs else "--max-num-seqs, --max-loras or "
+            found.append(f"another {unsure}attention backend")
         elif not found:
             found.append("vLLM has one list of sizes for all modes: plan by --emit vllm")
         counts = []
@@ -227,20 +249,18 @@ class StartLog:
             f"configuration has {counted(len(plan.keys), 'graph')}{drafts}"
         )
 
-    def said(
-        self,
-        plan: Plan,
-        of_other_options: Sequence[str] = (),
-    ) -> Iterator[str]:
+    def said(self, plan: Plan, of_other_options: Sequence[str] = ()) -> Iterator[str]:
+        if self.graphs and not of_other_options:
+            counts = listed([f"{count} {mode}" for mode, (count, _) in self.graphs.items()])
+            yield f"as planned: {counted(len(plan.keys), 'graph')} ({counts})"
         for doubt in self.doubts(plan):
             yield f"warning: {doubt}"
-        priced = plan.predicted and plan.predicted.model
-        if priced and self.model not in (None, priced):
-            yield f"warning: the log is of {self.model}, the plan's costs of {priced}"
+        cost = plan.predicted
+        if cost and cost.model and self.model not in (None, cost.model):
+            yield f"warning: the log is of {self.model}, the plan's costs of {cost.model}"
         kept = ""
         if self.reserved:
             kept = f", and vLLM kept {format_bytes(self.reserved)} free for them"
-        cost = plan.predicted
         if cost and not of_other_options and self.seconds > FAR * cost.seconds + 1:
             kept += ", far longer than predicted"
         yield (
@@ -266,12 +286,16 @@ class StartLog:
 
     def kv_cache(
         self,
+        plan: Plan,
         graph_bytes: int,
         utilization: float | None,
         gpu_gib: float | None,
     ) -> Iterator[str]:
         """Raises BudgetError if nothing is left."""
         if not self.advice:
+            return
+        if any(self.other_memory(plan)):
+            yield "no --kv-cache-memory-bytes: give a log with these adapters and drafts"
             return
         _, total, share, fits, *_ = self.advice
         room = fits + self.bytes - graph_bytes
@@ -295,6 +319,13 @@ class StartLog:
             f"--gpu-memory-utilization {share:g}, less {rest:.2f} GiB for all else, at the log's "
             f"--max-num-batched-tokens{bound}, of it {format_bytes(graph_bytes)} for graphs"
         )
+
+
+def without_graphs(text: str) -> str:
+    """Why it is no log of a start with graphs."""
+    if "enforce_eager=True" in text:
+        return "this start has --enforce-eager: give the log of the start with graphs"
+    return f"no line `Graph capturing finished`; it begins with {text[:40]!r}"
 
 
 def logged_steps(text: str) -> Iterator[tuple[CUDAGraphMode, int, float, bool]]:

@@ -645,6 +645,10 @@ def test_a_plan_beyond_the_measured_sizes_is_extrapolated_not_proven(home: Path)
             *command[:-1], name, "--emit", "vllm", "--output", "made.json", "--html", "made.html"
         )
         advice = "measure first: `cgplan bench FILE"
+        of_vllm = re.search(
+            r"or of vLLM two starts, at loads up to \d+ tokens", unwrapped(made.stderr)
+        )
+        assert (of_vllm is not None) is told
         assert (advice in unwrapped(made.stderr)) is told
         evidence = load_plan(home / "made.json").evidence
         assert evidence is not None
@@ -935,7 +939,7 @@ def test_vllm_check(home: Path) -> None:
     refused_log = cgplan_command("vllm", "check", *bounds, "--log", "good.yaml")
     assert refused_log.exit_code == errors.ReportError.exit_code
     told = unwrapped(refused_log.stderr)
-    assert "good.yaml has no line `Graph capturing finished" in told
+    assert "good.yaml: no line `Graph capturing finished" in told
     assert "it begins with '" in told
 
 
@@ -958,7 +962,19 @@ def test_a_start_is_checked_against_the_plan(home: Path) -> None:
     shown = unwrapped(good(*checked, "same.json").stdout)
     assert "vLLM captures 9 graphs" in shown
     assert "predicted: 512 MiB and 3 s, by the log of vLLM" in shown
+    assert "as planned: 9 graphs (5 PIECEWISE, 4 FULL)\n" in shown
     assert "by the log the graphs took 512 MiB and 3 s" in shown
+    counts = r"Capturing CUDA graphs .*\n|.*Profiling CUDA graph memory.*\n"
+    Path("barless.log").write_text(re.sub(counts, "", START.read_text()))
+    unsure = unwrapped(good(*checked[:2], "--log", "barless.log", "--plan", "same.json").stdout)
+    assert "warning: the log has neither progress bars nor" in unsure
+    assert "number of graphs was not compared; keep standard error (2>&1)" in unsure
+    assert "as planned" not in unsure
+    assert "neither progress bars" not in shown
+    Path("eager.log").write_text("config: model='m', enforce_eager=True, compilation_config={}")
+    eager = "eager.log: this start has --enforce-eager: give the log of the start with graphs"
+    for given in (("vllm", "check", "--log", "eager.log"), (*command, "--costs", "eager.log")):
+        assert eager in refused(errors.ReportError, *given)
     Path("heavy.log").write_text(START.read_text().replace("took 0.50 GiB", "took 0.95 GiB"))
     heavy = ("vllm", "check", "--log", "heavy.log", "--plan", "same.json")
     far = cgplan_command(*heavy)
@@ -1608,4 +1624,4 @@ def test_inspect_shows_what_each_lora_case_adds_and_sums_costs_up_by_lane(home: 
 def test_a_log_without_captures_is_no_source_of_costs(home: Path) -> None:
     (home / "eager.log").write_text("INFO Initializing a V1 LLM engine (v0.33.0)\n")
     message = refused(errors.ReportError, *use_traffic(home), "--costs", "eager.log")
-    assert "neither JSON nor a log of vLLM with `Graph capturing finished`" in message
+    assert "no line `Graph capturing finished`" in message

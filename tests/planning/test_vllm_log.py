@@ -66,7 +66,7 @@ def test_another_release_gets_the_rules_of_the_nearest(version: str, is_other: b
     log = started(text)
     assert log.version == version
     told = f"the log is of vLLM {version}, the rules are of {VERSIONS['vLLM']}, the nearest known"
-    assert (next(log.said(PLAN)) == f"warning: {told}") == is_other
+    assert (f"warning: {told}" in log.said(PLAN)) == is_other
     assert (told in costs_of(text, config_of()).notes) == is_other
     assert [*started(LOG.replace("(v0.33.0) ", "")).doubts(PLAN)] == []
 
@@ -74,14 +74,15 @@ def test_another_release_gets_the_rules_of_the_nearest(version: str, is_other: b
 def test_what_the_graphs_leave_to_the_kv_cache() -> None:
     """72 GiB are asked for; 20 are weights, 1.25 activations, 0.5 graphs, and vLLM leaves 150 MiB free."""
     log = started(LOG)
-    taken, advised = log.said(PLAN)
+    alike, taken, advised = log.said(PLAN)
+    assert alike == "as planned: 9 graphs (5 PIECEWISE, 4 FULL)"
     assert (
         taken == "by the log the graphs took 512 MiB and 3 s, and vLLM kept 768 MiB free for them"
     )
     assert (
         "--kv-cache-memory-bytes 52992933888 to stay within --gpu-memory-utilization 0.9" in advised
     )
-    (said,) = log.kv_cache(log.bytes, None, None)
+    (said,) = log.kv_cache(PLAN, log.bytes, None, None)
     room = int(re.findall(r"\d{9,}", said)[0])
     exact = (72 - 20 - 1.25 - 0.5) * GIB - 150 * MIB
     assert exact - GIB // 100 <= room <= exact
@@ -103,8 +104,8 @@ def test_the_kv_cache_of_other_graphs_shares_and_gpus(
 ) -> None:
     """In GiB beside the start of the log, whose token takes 1 MiB."""
     log = replace(started(LOG), kv_token_bytes=MIB)
-    (own,) = log.kv_cache(log.bytes, None, None)
-    (said,) = log.kv_cache(graphs, share, gpu)
+    (own,) = log.kv_cache(PLAN, log.bytes, None, None)
+    (said,) = log.kv_cache(PLAN, graphs, share, gpu)
     room, before = (int(re.findall(r"\d{9,}|\d+(?= \()", text)[0]) for text in (said, own))
     assert room == pytest.approx(before + more * GIB, abs=1)
     found = re.search(r"GiB, ([\d,]+) tokens", said)
@@ -112,8 +113,10 @@ def test_the_kv_cache_of_other_graphs_shares_and_gpus(
     assert int(found[1].replace(",", "")) == round(room / MIB)
     assert f"{gpu or 80:g} GiB of the GPU x --gpu-memory-utilization {share or 0.9:g}" in said
     with pytest.raises(BudgetError, match=r"no KV cache fits: 14\.\d\d GiB are missing"):
-        next(log.kv_cache(GIB, 0.1, None))
-    assert [*started("Graph capturing finished in 5 secs, took 0.5 GiB").kv_cache(0, 0.9, 80)] == []
+        next(log.kv_cache(PLAN, GIB, 0.1, None))
+    assert [
+        *started("Graph capturing finished in 5 secs, took 0.5 GiB").kv_cache(PLAN, 0, 0.9, 80)
+    ] == []
 
 
 @pytest.mark.parametrize(
@@ -138,7 +141,7 @@ def test_a_log_without_a_profile_counts_graphs_by_its_progress_bars() -> None:
     """Model Runner V2 logs no line on its profile, and bars with the mode alone; those of the profile come first."""
     bars = "Capturing CUDA graphs (FULL): 100%|##| 2/2 [00:01<\rCapturing CUDA graphs (FULL):  10%|# | 1/35 [00:00<"
     log = started(f"{bars}\nGraph capturing finished in 5 secs, took 0.51 GiB")
-    doubt, said = log.said(PLAN)
+    doubt, said = log.said(PLAN, ["others"])
     assert (log.graphs, log.reserved) == ({FULL: (35, 0)}, 0)
     assert said == "by the log the graphs took 522 MiB and 5 s"
     told = "the log does not name its capture sizes, which may be others"
@@ -282,6 +285,66 @@ def test_a_start_with_more_requests_is_named_by_its_bound() -> None:
     same = started(given + LOG)
     assert [*same.of_other_options(plan)] == []
     assert [*same.doubts(plan)] == ["the log is of --max-num-seqs 16, not 8"]
+
+
+@pytest.mark.parametrize(
+    ("given", "most", "told"),
+    [
+        ("'enable_lora': True, 'max_loras': 4", 4, None),
+        ("'enable_lora': True, 'max_loras': 8", 4, "--max-loras 8, not 4"),
+        ("'enable_lora': True", 1, None),
+        ("'max_num_seqs': 8", 4, "--max-loras 0, not 4"),
+        ("'enable_lora': True, 'max_loras': 4", None, "--max-loras 4, not 0"),
+        ("'max_num_seqs': 8", None, None),
+        (None, 4, None),
+    ],
+)
+def test_a_start_with_other_adapters_leaves_another_kv_cache(
+    given: str | None, most: int | None, told: str | None
+) -> None:
+    """Adapters take memory besides graphs; a log without its first line does not tell theirs."""
+    plan = build_plan(read_vllm("{}", max_num_seqs=8, max_loras=most).loaded.config)
+    text = "" if given is None else f"INFO non-default args: {{'model': 'm', {given}}}\n"
+    log = replace(started(text + LOG), graphs={}, sizes=())
+    assert [*log.other_memory(plan)] == ([told] if told else [])
+    (said,) = log.kv_cache(plan, log.bytes, None, None)
+    assert said.startswith("no --kv-cache-memory-bytes: ") == (told is not None)
+    is_untold = "speculative tokens or --max-loras" in " ".join(log.doubts(plan))
+    assert is_untold == (given is None)
+    others = " ".join(log.of_other_options(plan))
+    assert (f"; {told}" in others or f"({told}" in others) == (told is not None)
+
+
+def test_other_drafts_leave_another_kv_cache() -> None:
+    drafts = {"num_speculative_tokens": 3, "speculative_method": "eagle3"}
+    plan = build_plan(read_vllm("{}", max_num_seqs=8, **drafts).loaded.config)  # type: ignore[arg-type]
+    log = started(LOG.replace("model='m'", "model='m', speculative_config=None"))
+    (said,) = log.kv_cache(plan, log.bytes, None, None)
+    assert said.startswith("no --kv-cache-memory-bytes: give a log with these adapters ")
+
+
+@pytest.mark.parametrize(
+    ("given", "unsure"),
+    [
+        ("", "another --max-num-seqs, --max-loras or attention backend"),
+        ("INFO non-default args: {'max_num_seqs': 8}\n", "another attention backend"),
+    ],
+)
+def test_what_the_log_tells_is_not_taken_for_the_reason_of_other_graphs(
+    given: str, unsure: str
+) -> None:
+    text = LOG.replace("FULL=4 (largest=8)", "FULL=3 (largest=4)").replace("4/4", "3/3")
+    (said,) = started(given + text).of_other_options(PLAN)
+    assert f"; {unsure}), " in said
+
+
+def test_memory_of_far_larger_graphs_than_the_log_has_is_a_guess() -> None:
+    for seqs, is_told in ((16, False), (32, True)):
+        plan = build_plan(read_vllm("{}", max_num_seqs=seqs).loaded.config)
+        doubts = " ".join(started(LOG).doubts(plan))
+        assert (
+            "sizes of the log end at 16: memory of far larger ones is a guess" in doubts
+        ) is is_told
 
 
 def test_a_plan_with_sizes_for_each_mode_is_not_what_vllm_captures() -> None:
