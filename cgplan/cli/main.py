@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from enum import StrEnum
-from functools import partial
 from pathlib import Path
 from re import findall, search
 from typing import Annotated, Any
@@ -49,22 +48,36 @@ PLAIN: dict[str, Any] = {  # the same help on every terminal
     "context_settings": {"help_option_names": ["-h", "--help"]},
     "rich_markup_mode": None,
 }
+_HINTS = {  # by what is said; the first counts
+    "option: --enable-lora$": "Of vLLM: give --max-loras N, which stands for both",
+    "option: --speculative-config": "Of vLLM: give --speculative-method, --num-speculative-tokens",
+    ": --.*cudagraph-c": """Of vLLM: keys of --vllm '{"cudagraph_capture_sizes": [1, 2, 4]}'""",
+    "^-O|: -O": """Write --vllm '{}' for -O2, -O3, '{"cudagraph_mode": "PIECEWISE"}' for -O1""",
+    "option: --enforce-eager$": "Of vLLM, which captures no graph then: leave it out",
+    "option: --(gpu-memory(-utilization)?|kv-cache-memory(-bytes)?)$": (
+        "`cgplan vllm check --log FILE` takes GPU memory, gives --kv-cache-tokens"
+    ),
+    "equal to 1|valid number": "Write a number such as 0.9",
+    "of 'eagle'": "Give mtp for any _mtp, none for others, such as medusa",
+    r"command '\S+\.(csv|jsonl?|log)'": (
+        "Of a saved plan: `cgplan inspect FILE`, or `cgplan plan check FILE`; of traffic: "
+        "--traffic FILE"
+    ),
+    r"option: -[-ctpd]|(command '|\()(vllm|serve)|extra.*\(\S+/": (
+        "Of vLLM: --vllm JSON of `plan` or `vllm check` takes keys of its --compilation-config; -h "
+        "lists other options; leave out the rest and the model (docs/planning.md, For vLLM)"
+    ),
+}
 
 
 class _Command(TyperCommand):
-    def make_parser(self, ctx: Any) -> Any:
-        parser: Any = super().make_parser(ctx)
-        parser.parse_args = partial(_each_once, parser.parse_args)
-        return parser
-
-
-def _each_once(parse: Callable[..., Any], args: Any) -> Any:
-    """Refuse a second value for an option that takes one: the last would count."""
-    found = parse(args)
-    for option in found[2]:
-        if found[2].count(option) > 1 and not (option.multiple or option.is_flag):
-            raise BadParameter(f"{option.opts[0]} is given twice: give it once")
-    return found
+    def parse_args(self, ctx: Any, args: Any) -> Any:
+        """Refuse a second value for an option that takes one: the last would count."""
+        given: Any = self.make_parser(ctx).parse_args([*args])[2]
+        for option in given:
+            if given.count(option) > 1 and not (option.multiple or option.is_flag):
+                raise BadParameter(f"{option.opts[0]} is given twice: give it once")
+        return super().parse_args(ctx, args)
 
 
 class _Plans(TyperGroup, _Command):
@@ -84,30 +97,18 @@ class _Commands(TyperGroup):
         except Exception as error:
             usage: Any = error
             said = getattr(usage, "message", "").removeprefix("Value error, ")
-            hint = ""
-            if search(r"option: (-q|--quiet)", said):
+            option = said.rpartition("option: ")[2]
+            near = did_you_mean(option, getattr(usage, "possibilities", None) or (), cutoff=0.85)
+            hint = next((told for words, told in _HINTS.items() if search(words, said)), "")
+            if option in ("-q", "--quiet"):
                 said += "; it goes before the command: cgplan -q COMMAND"
-            elif search(r"option: --(slo|kv-cache-t|kv-t|mode\b|costs|max-g|memory|set)", said):
+            elif any(option in each.opts for each in self.commands["plan"].params):
                 hint = "Of `cgplan plan`: a saved plan holds its settings, SLO and budget"
-            elif search(r"option: --(gpu-m|kv-cache-m)", said):
-                hint = "`cgplan vllm check --log FILE` takes GPU memory, gives --kv-cache-tokens"
-            elif search(r"option: -[-Octpd]|(command '|\()(vllm|serve)|extra.*\(\S+/", said):
-                hint = (
-                    "Of vLLM: --vllm JSON of `plan` or `vllm check` takes the keys of its "
-                    "--compilation-config; -h lists its other options that decide on graphs; leave "
-                    "out the rest and the model (docs/planning.md, For vLLM)"
-                )
-            elif search("equal to 1|valid number", said):
-                hint = "Write a number such as 0.9"
-            elif search("of 'eagle'", said):
-                hint = "Give mtp for any _mtp, none for others, such as medusa"
-            elif search(r"command '\S+\.(csv|jsonl?|log)'", said):
-                hint = (
-                    "Of a saved plan: `cgplan inspect FILE`, or `cgplan plan check FILE`; of "
-                    "traffic: --traffic FILE"
-                )
+            elif near and option != "--model":
+                hint = ""
             if hint and usage.ctx.command.name in ("plan", "inspect", "check", "vllm"):
                 said = f"{said.rstrip('.')}. {hint}"
+                usage.possibilities = None
             if said:
                 usage.message = said
             raise

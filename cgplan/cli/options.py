@@ -155,10 +155,7 @@ def goal(text: str) -> "Goal":
 
 def compilation_config(text: str) -> str:
     if text.startswith("-O"):
-        raise BadParameter(
-            f"{text} is vLLM's: write --vllm '{{}}' for -O2 and -O3, else JSON with its keys, as "
-            '\'{"cudagraph_mode": "PIECEWISE"}\' for -O1'
-        )
+        raise BadParameter(f"{text} is vLLM's")
     if text.startswith("-"):
         raise BadParameter(f"JSON is missing before {text}: write --vllm '{{}}' {text}")
     return text
@@ -201,19 +198,6 @@ def result_file(text: str, other: str) -> Path:
 # Options of several groups.
 count = partial(option, metavar="N", parser=whole)
 count_from_1 = partial(count, parser=partial(whole, least=1))
-JSON = partial(flag, "Print JSON on standard output, and nothing else there.", "--json")
-HTML = partial(
-    file_option,
-    "Also write it as one HTML file, with charts.",
-    parser=partial(result_file, other=".json"),
-)
-OUTPUT = partial(
-    file_option,
-    "Also save the result as JSON in this file.",
-    "--output",
-    "-o",
-    parser=partial(result_file, other=".html"),
-)
 COSTS = partial(
     option,
     "What graphs cost: a capture report, vLLM's log, `estimate` or `measure`.",
@@ -230,7 +214,7 @@ TRAFFIC = partial(
 class Shown:
     output: Path | None = None
     html: Path | None = None
-    as_json: bool = JSON()
+    as_json: bool = flag("Print JSON on standard output, and nothing else there.", "--json")
 
     def publish(self, report: "Record", text: "RenderableType | None" = None) -> None:
         """Save a report as JSON and as HTML, and show it, or ``text``, even if that fails."""
@@ -255,8 +239,16 @@ class Shown:
 
 @dataclass
 class Saved(Shown):
-    output: Path | None = OUTPUT()
-    html: Path | None = HTML()
+    output: Path | None = file_option(
+        "Also save the result as JSON in this file.",
+        "--output",
+        "-o",
+        parser=partial(result_file, other=".html"),
+    )
+    html: Path | None = file_option(
+        "Also write it as one HTML file, with charts.",
+        parser=partial(result_file, other=".json"),
+    )
 
 
 @dataclass
@@ -505,12 +497,9 @@ class VllmOptions:
     max_loras: int | None = count("With --vllm: as vLLM's option, for --enable-lora.")
     specialize_active_lora: bool = flag(OF_VLLM, "--specialize-active-lora")
     performance_mode: PerformanceMode | None = option(OF_VLLM)
-    enforce_eager: bool = flag("", "--enforce-eager", hidden=True)
     blackwell: bool = flag("With --vllm: on a GPU of compute capability 10.x.", "--blackwell")
 
     def read(self, overrides: "Sequence[str | Override]" = ()) -> "VllmConfig | None":
-        if self.enforce_eager:
-            raise BadParameter("--enforce-eager: vLLM captures no graph then; leave it out")
         tokens = self.max_num_batched_tokens
         seqs = self.max_num_seqs
         if tokens and seqs and tokens < seqs:

@@ -1341,7 +1341,15 @@ def test_what_a_plan_of_several_sizes_refuses(home: Path) -> None:
         ("plan --vllm {} --capture-time 1.5", "1.5 has no unit: GiB or B of memory, s of time"),
         ("plan my.yaml batches.csv", "of traffic: --traffic FILE"),
         ("plan p.json", "Of a saved plan: `cgplan inspect FILE`, or `cgplan plan check FILE`"),
-        ("plan --vllm {} --cudagraph-capture-sizes 1 2", "keys of its --compilation-config"),
+        (
+            "plan --vllm {} --cudagraph-capture-sizes 1 2",
+            """Of vLLM: keys of --vllm '{"cudagraph_capture_sizes": [1, 2, 4]}'""",
+        ),
+        ("vllm check --enable-lora --max-loras 4", "Of vLLM: give --max-loras N"),
+        ("plan --speculative-config {}", "give --speculative-method, --num-speculative-tokens"),
+        ("vllm check -O1", """'{"cudagraph_mode": "PIECEWISE"}' for -O1"""),
+        ("plan --vllm {} --port 80", "Of vLLM: --vllm JSON"),
+        ("vllm check --traffic x.csv", "--traffic. Of `cgplan plan`"),
         ("vllm check --gpu-memory-utilization 0.9", "without --log"),
         ("vllm check --log a.log --gpu-memory-utilization 90", "less than or equal to 1"),
         ("vllm check --log a.log --gpu-memory-utilization 90", "Write a number such as 0.9"),
@@ -1374,7 +1382,7 @@ def test_what_a_plan_of_several_sizes_refuses(home: Path) -> None:
             "plan --vllm {} --kv-cache-tokens 37,3344",
             "'37,3344' is no whole number from 1, such as 16000",
         ),
-        ("vllm check --vllm -O3", "-O3 is vLLM's: write --vllm '{}' for -O2 and -O3"),
+        ("vllm check --vllm -O3", "-O3 is vLLM's. Write --vllm '{}' for -O2, -O3"),
         ("plan --vllm {} --model a/b", "leave out the rest and the model"),
         ("plan --vllm {} --kv-cache-tokens 0", "'0' is no whole number from 1"),
     ],
@@ -1392,12 +1400,23 @@ def test_options_of_vllm_that_cannot_be_planned_are_explained(command: str, said
         "plan p.json",
         "plan --emit vllmx",
         "inspect p.json -v",
+        "plan --vllm {} --trafic x.csv",
+        "plan --vllm {} --max-num-seq 4",
+        "vllm check --gpu-memory-utilisation 0.9",
+        "vllm check --traffic x.csv",
     ],
 )
 def test_other_words_are_refused_without_a_word_on_vllm(command: str) -> None:
     result = cgplan_command(*command.split())
     assert result.exit_code == 2
     assert "Of vLLM" not in result.stderr
+    assert "--traffic" not in command or "--traceback" not in result.stderr
+    for word, near in (
+        ("--trafic ", "--traffic"),
+        ("seq ", "--max-num-seqs"),
+        ("isation", "ization"),
+    ):
+        assert (near in result.stderr) >= (word in command)
 
 
 def test_as_many_tokens_as_requests_are_planned_for_vllm() -> None:
