@@ -299,5 +299,5 @@ def test_writes_that_torch_counts_in_no_mode_count_where_operators_are_logged() 
     with torch.no_grad():
         alone = writes()
         put_back = PutBack(Fingerprint.of({}, cache.device), 0)
-        with OutsideLog("cpu", (), put_back.storages):
+        with OutsideLog("cpu", put_back.storages, ()):
             assert writes() == alone
