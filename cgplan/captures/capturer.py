@@ -303,6 +303,7 @@ class Capturer:
                     storages_of(tensors),
                 )
             elif put_back.needs_saver and rehearsal.footprints[key[0]].error is None:
+                # after a look that failed this run fails, too, as it would without a mode
                 log = WriteSaver(device, storages)
             with rehearsal.judged_run(key[0]), log:
                 graphs.warm_up(key)

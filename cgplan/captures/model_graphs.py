@@ -841,16 +841,16 @@ class Rehearsal:
     @property
     def left(self) -> str:
         """Paths of Python and tensors that the last run changed, and not each run does."""
-        return _listed([*self._left, *self.put_back.storages.newly_written])
+        return _listed([*self._left_python, *self.put_back.storages.newly_written])
 
     @property
-    def _left(self) -> dict[str, Change]:
+    def _left_python(self) -> dict[str, Change]:
         is_steady = self.put_back.is_steady
         return {path: change for path, change in self.changes.items() if not is_steady(path)}
 
     def refuse_changed(self, what: str) -> None:
         """After a run that failed: attributes can be put back, others not."""
-        for change in self._left.values():
+        for change in self._left_python.values():
             if not self.put_back.before.is_attribute(change):
                 raise CaptureError(
                     f"{what}: the capture failed without a warm-up, and left {change}",
