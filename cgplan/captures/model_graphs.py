@@ -463,7 +463,8 @@ class ModelGraphs:
         limit = copy_limit(self.config.compilation, self.backend)
         most_compared = 0 if self.real_rows is None else limit
         left = limit // 2  # a comparison copies it twice
-        for written in put_back.storages.by_size():
+        all_written = put_back.storages.by_address.values()
+        for written in sorted(all_written, key=lambda each: each.storage.nbytes()):
             tensor = written.tensor
             storage = tensor.untyped_storage()
             nbytes = storage.nbytes()

@@ -237,9 +237,6 @@ class WrittenStorages:
     def has_unseen_state(self) -> bool:
         return not self._unseen <= self.by_address.keys()
 
-    def by_size(self) -> list[Written]:
-        return sorted(self.by_address.values(), key=lambda written: written.storage.nbytes())
-
     def save(
         self,
         written: Iterable[torch.Tensor],

@@ -123,12 +123,17 @@ def _state_of(
 
     def run_all() -> None:
         for batch in batches:
-            found.storages.rewind()
-            found.before.undo_attributes()
+            _begin_again(found)
             run(batch)
 
     look(run_all, found)
     return found
+
+
+def _begin_again(state: PutBack) -> None:
+    """Positions must not run past a cache."""
+    state.last = state.before.changes()
+    state.rewind()
 
 
 def _measured(
@@ -308,8 +313,7 @@ def _take_turn(
         ways["replay"] = ways["replay_queued"] = replay
     for name, way in ways.items():
         queued = name.endswith("queued")
-        state.last = state.before.changes()
-        state.rewind()  # positions must not run past a cache
+        _begin_again(state)
         with torch.no_grad():
             for _ in range(runner.config.report.warmups):
                 way()
