@@ -129,13 +129,13 @@ def ways(device, tokens):
     small = f"{tokens} rows"
     return backend, type(runner._copiers[()]).__name__, [
         ("bare replay", None, bare),
-        (f"stage(), {padded} rows", 1.5, staged(runner, padded)),
-        (f"stage(), {small}", 1.5, staged(plain, tokens)),
+        (f"stage(), {padded} rows", 1.0, staged(runner, padded)),
+        (f"stage(), {small}", 1.0, staged(plain, tokens)),
         (f"stage(), {small}, all read", None, staged_and_used(asked, tokens)),
         (f"stage(), {small}, one pad: last", None, staged(runner, tokens)),
         (f"five host inputs, {small}", 8.0, lambda: runner(**on_host)),
         ("five host inputs, 500 rows", None, lambda: runner(**large)),
-        (f"five device inputs, {small}", 15.0, lambda: runner(**on_device)),
+        (f"five device inputs, {small}", 6.0, lambda: runner(**on_device)),
         ("five device inputs, 500 rows", None, lambda: runner(**large_device)),
         ("by hand: slices, device", None, by_hand(runner, on_device, "slices")),
         ("by hand: views, device", None, by_hand(runner, on_device, "views")),
