@@ -4,7 +4,7 @@ Note [Giving a key up]
     A pool keeps its segments while a graph lives, so graphs are captured again in a new pool. What
     is captured next:
 
-    start-up, guard refuses it  none: smaller keys take as much memory
+    start-up, guard refuses it  none: beyond the pool, each key takes as much
     start-up, none captured     the next key, which is smaller
     start-up, others captured   those again; keys that wait get no graph
     service, an own pool grew   those again, then keys that wait
@@ -73,7 +73,7 @@ class CapturedKeys:
 
     Args:
         graphs: Its ``plan`` is ``wanted``, from the end of ``start_up`` on what is captured of it.
-        wanted: What of the configuration may be captured.
+        wanted: What is ``fitting`` of the plan ``asked`` for.
         prove: By a second capture of a plan, for ``audit: prove``.
 
     Attributes:
@@ -250,7 +250,7 @@ class CapturedKeys:
             self._free_all()
             self.graphs.ranks.dropped()
             done = 0
-        if self.graphs.real_rows is not None:  # `refill` takes them for writes of the model
+        if self.graphs.real_rows is not None:  # else `refill` takes them for the model's writes
             self.graphs.buffers.fill_padding()
 
     def _capture_one(
@@ -321,8 +321,8 @@ class CapturedKeys:
             return
         self._workspace_bytes = 0
         if self.graphs.backend.counts_driver_bytes:
-            outside = self.guard.outside_bytes() - self.graphs.buffers.nbytes
-            self._workspace_bytes = max(outside, 0)
+            beside = self.guard.beside_pool_bytes() - self.graphs.buffers.nbytes
+            self._workspace_bytes = max(beside, 0)
 
     def _note_captured(self) -> None:
         graphs = self.graphs
@@ -454,7 +454,7 @@ class BudgetGuard:
         self._graphs = graphs
         self._records = records
         self._reserved = before.reserved
-        self._outside: int | None = None
+        self._beside_pool: int | None = None
         self._start = 0.0
         self.spent_seconds = 0.0
         self._predicted = dict[Key, KeyCost]()
@@ -491,13 +491,13 @@ class BudgetGuard:
 
     @property
     def used_bytes(self) -> int:
-        used = max(self._graphs.buffers.nbytes, self._outside or 0)
+        used = max(self._graphs.buffers.nbytes, self._beside_pool or 0)
         if self._records:
             used += self._graphs.pools.nbytes - self.shared_bytes
         return used + self.graph_driver_bytes
 
-    def outside_bytes(self) -> int:
-        """Caches are empty."""
+    def beside_pool_bytes(self) -> int:
+        """Static buffers and workspaces; caches are empty."""
         graphs = self._graphs
         held = graphs.backend.memory().reserved - self._reserved
         pool = graphs.pools.nbytes - self.shared_bytes
@@ -562,9 +562,9 @@ class BudgetGuard:
             expected = f", {format_bytes(rest)} expected for the {remaining} keys after it"
         if self.budget.memory is not None:
             backend = self._graphs.backend
-            if self._outside is None and backend.counts_driver_bytes:
+            if self._beside_pool is None and backend.counts_driver_bytes:
                 backend.release_cached()
-                self._outside = self.outside_bytes()
+                self._beside_pool = self.beside_pool_bytes()
             if self.used_bytes + rest > self.budget.memory:
                 return self._stop("memory", key, f"{self._used()} with it{expected}")
         return self._short_of_reserve(key, rest, expected)
@@ -602,7 +602,7 @@ class BudgetGuard:
         used = format_bytes(self.used_bytes)
         if self._records:
             return f"{used} are used"
-        has_more = (self._outside or 0) > self._graphs.buffers.nbytes
+        has_more = (self._beside_pool or 0) > self._graphs.buffers.nbytes
         return f"the static buffers{' and workspaces' if has_more else ''} take {used}"
 
     def _stop(

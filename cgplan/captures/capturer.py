@@ -5,8 +5,8 @@ Note [Captures without a warm-up]
     and graphs of a pool write over each other's memory, so what a capture left may be read before
     it was computed. In the new pool, after warm-ups, what the model keeps has been computed, and
     lies where no graph writes; where one key failed for no known reason, others may, too.
-    A failed capture cannot be replayed, so the smallest key of a lane runs ahead of captures: a
-    model that keeps something for each size shows it there.
+    A failed capture has no replay that computes it, so the smallest key of a lane runs ahead of
+    captures: a model that keeps something for each size shows it there.
 """
 
 from __future__ import annotations
@@ -79,10 +79,10 @@ class _Clock(NamedTuple):
 
 @dataclass
 class _Attempt:
-    """``before``: None until the capture begins, after warm-ups."""
+    """All tries of a key. ``before``: None until the capture begins, after warm-ups."""
 
     key: Key
-    began: _Clock  # before its first attempt
+    began: _Clock
     needs_warm_up: bool = False
     warm_ups: int = 0
     before: _Clock | None = None
@@ -175,7 +175,7 @@ class Capturer:
                 answers = graphs.capture_answers(mode, capturing=True)
                 with rehearsal.judged_run(mode, captures=True), answers, log:
                     output = graphs.run_wrapped(key, graphs.views(descriptor))
-            rehearsal.refuse_first_use()  # the run has raised a host read of its own
+            rehearsal.refuse_first_use()  # a read in each run has raised in the run
         except Exception as error:
             return self._failed(rehearsal, attempt, error)
         self._check(attempt, output)
@@ -189,7 +189,7 @@ class Capturer:
             if is_held:
                 left = left or "memory of its pool"
             if left or attempt.has_compiled:
-                # computes what the model keeps
+                # the replay computes what the model keeps
                 with random_state_kept(backend.device, graphs.generators):
                     graphs.run_wrapped(key, graphs.views(descriptor))
                 rehearsal.put_back.count_as_run()

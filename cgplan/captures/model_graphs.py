@@ -87,7 +87,7 @@ SINGLE_RANK = RankSync()
 
 REBUILD_AND_WARM_UP = "Build the model again, and set compilation.cudagraph_num_of_warmups: 1."
 _HALVES = {torch.float16, torch.bfloat16}
-_FROM_PADDING = "on first use, from padding, and keeps it"
+_FROM_INPUTS = "on first use, from inputs, and keeps it"
 State = Sequence[object] | Mapping[str, object] | None
 BeforeKey = Callable[[CUDAGraphMode, BatchDescriptor, Tensors], object]
 
@@ -110,7 +110,7 @@ class ForwardFacts:
         overwritten: Ids of storages that each run overwrites unread, as far as looks saw.
         restored: Of these, what comparisons put back: another size may go on with it.
         is_coarse: In half precision or TensorFloat32.
-        outside: What graphs read, and others may drop.
+        outside: Tensors that graphs read, neither the model's nor inputs.
     """
 
     def __init__(self) -> None:
@@ -510,7 +510,7 @@ class ModelGraphs:
 
     @contextmanager
     def captures_again(self) -> Iterator[Rehearsal]:
-        """A block in torch's first state."""
+        """A block in torch's state of the first captures."""
         self.backend.synchronize()
         self.scope.is_open = True
         without_grad = self.ambient._replace(grad=False)
@@ -526,10 +526,8 @@ class ModelGraphs:
     def seal(self) -> None:
         """Missing keys and moved memory are errors from now, or the rehearsal's end, on."""
         self.scope.is_open = False
-        if self._rehearsal is not None:
-            return
-        if self.real_rows is not None:
-            self.addresses.seal()
+        # comparisons on real rows need the fingerprint
+        if self._rehearsal is not None or self.real_rows is not None:
             return
         self.addresses.seal(self._fingerprint)
         self._fingerprint = None
@@ -692,7 +690,7 @@ class Rehearsal:
                 "piece.",
             )
         if found.host_sync is not None and not isinstance(found.host_sync, HostSyncError):
-            raise found.host_sync  # tagged as unsafe
+            raise found.host_sync  # tagged cudagraph_unsafe
         if breaks is not None and found.error is None:
             refuse_missing_ops(split, found.names)
         self.footprints[mode] = found
@@ -722,7 +720,7 @@ class Rehearsal:
                 addresses.reads.add(path)
             elif id(place.value) in of_pieces and path not in addresses.reads:
                 addresses.volatile.add(path)
-        facts.overwritten -= found.written  # another size, or a first run, may overwrite
+        facts.overwritten -= found.written  # another size, or a later run, may read first
         facts.overwritten |= found.overwritten
         facts.bytes_read |= found.bytes_read
         facts.outside += found.outside
@@ -809,7 +807,7 @@ class Rehearsal:
             self._refuse_rebound(found)
         made = self.put_back.made_of_inputs
         if made:
-            self._refuse(f"computes {_listed(made)} {_FROM_PADDING}")
+            self._refuse(f"computes {_listed(made)} {_FROM_INPUTS}")
         if compilation.strict and found.writes_input is not None:
             raise CaptureError(
                 f"the forward writes into an argument, at {found.writes_input}; a graph would "
@@ -861,7 +859,7 @@ class Rehearsal:
     def refuse_first_use(self) -> None:
         put_back = self.put_back
         if put_back.value_read and put_back.made:
-            self._refuse(f"computes a value for the host ({put_back.value_read}) {_FROM_PADDING}")
+            self._refuse(f"computes a value for the host ({put_back.value_read}) {_FROM_INPUTS}")
         prepared = put_back.prepared
         if prepared:
             self._refuse(f"prepares {_listed(prepared)} on first use, and changes it later")

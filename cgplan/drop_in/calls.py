@@ -149,7 +149,7 @@ class Calls:
                     return self._learn_or_capture(call)
             if self._is_shared(kind, tensors):
                 return self._run_model(_SHARED, args, kwargs)
-            # objects are compared above alone; a guard of (x, x) takes (x, y)
+            # objects are compared in the loop above; a guard of (x, x) would take (x, y)
             if not (prepared or kind.objects or tail.same):
                 self._last = form, mode, GlobalStateGuard().check, kind.runner, kind
             return self._replay(kind, tensors, args, kwargs, prepared)

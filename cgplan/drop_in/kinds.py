@@ -13,14 +13,14 @@ Note [The life of a kind]
     DIFFERED       EAGER     another one
     any            EAGER     what else no graph serves
 
-    An exact kind that replaces one begins as NEW, or in the stage of that one.
+    An exact kind (one shape, no padding) begins as NEW, or in the stage of the one it replaces.
 
     A change of the model between calls frees its graphs (``Kind.start_again``):
 
     READY, DIFFERED  NEW     without a replay since the change before: it did not pay
     others but NEW   SEEN    but where memory alone moved, CHANGED ones only
 
-    Calls of an EAGER kind alone do not look for one.
+    Calls of an EAGER kind do not look for such a change.
 """
 
 from __future__ import annotations

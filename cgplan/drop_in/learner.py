@@ -176,181 +176,6 @@ def _dim_of(given: Any) -> Dim | str:
     return str(name)
 
 
-@dataclass(eq=False, repr=False)
-class Inference:
-    __graph_memory__ = True
-
-    model: Callable[..., Any]
-    signature: inspect.Signature
-    settings: Settings
-
-    def new_kind(
-        self,
-        call: Call,
-        state: Any,
-        device: torch.device,
-        *,
-        is_exact: bool,
-    ) -> Kind:
-        """Raises InputError for sizes that contradict the settings, and ConfigError."""
-        forward = ByName(
-            self.model,
-            len(call.args),
-            call.kwargs,
-            call.form[:-1],
-            call.tail.same,
-        )
-        pads = self.settings.pad
-        names = self._names_of(forward, call)
-        named = dict(zip(names, call.tensors, strict=True))
-        dynamic = {} if is_exact else self.settings.dynamic
-        shapes, note = _shapes_of(named, dynamic)
-        specs = dict[str, Input]()
-        for name, tensor in named.items():
-            specs[name] = Input(
-                shape=shapes[name],
-                dtype=tensor.dtype,
-                pad=pads.get(name, 0),
-            )
-        kind = Kind(forward, specs, call.form, state, device)
-        kind.notes.append(note)
-        if len(kind.names) == 1:
-            for name, spec in kind.specs.items():
-                # copies of a real row are always valid, but only rows have copies
-                if name not in pads and any(extent.symbol for extent in spec.extents):
-                    kind.specs[name] = spec.changed(pad="last")
-        kind.is_exact = note == _NOTHING_VARIES
-        for name, spec in kind.specs.items():
-            shape = ", ".join(map(str, named[name].shape if kind.is_exact else spec.shape))
-            kind.notes.append(f"{name}: {spec.dtype} [{shape}]")
-        constants = constants_in(call.by_name(self.signature), "")
-        for path, value in islice(constants, _MOST_NOTES):
-            if value is not None:
-                kind.notes.append(f"{path} = {value!r:.40}")
-        tail = call.tail
-        kind.notes.append("grad mode" if tail.is_grad else "no_grad")
-        if torch.is_inference_mode_enabled():
-            kind.notes.append("first called in inference_mode")
-        if tail.autocast:
-            kind.notes.append(f"autocast {tail.autocast}")
-        for name, size in kind.sizes_of(call.tensors).items():
-            if kind.is_exact:
-                kind.dims[name] = Dim(
-                    name,
-                    min=size,
-                    max=size,
-                    sizes=(size,),
-                )
-            else:
-                kind.dims[name] = self.dimension_of(kind, name, size)
-        return kind
-
-    def dimension_of(
-        self,
-        kind: Kind,
-        name: str,
-        size: int,
-    ) -> Dim:
-        settings = self.settings
-        sizes: Any = None
-        most: int | None = None
-        if name == kind.names[0]:
-            sizes = settings.sizes
-            most = settings.max_size
-        for dims in (settings.dynamic or {}).values():
-            for given in dims.values():
-                if not isinstance(given, Dim) or given.name != name:
-                    continue
-                if sizes or most:
-                    raise ConfigError(
-                        f"{name} has a Dim, and sizes or max_size were given, too",
-                        remedy=f"Leave them out: cgplan.Dim({name!r}, max=..., sizes=...).",
-                    )
-                return given
-        if sizes is not None and not isinstance(sizes, str):
-            sizes = tuple(sizes)
-            most = max(sizes)
-        if most is None:
-            kind.grows.add(name)
-            most = 4 << (size - 1).bit_length()
-        return Dim(
-            name,
-            max=most,
-            sizes=sizes,
-        )
-
-    def _names_of(
-        self,
-        forward: ByName,
-        call: Call,
-    ) -> list[str]:
-        """Raises ConfigError where settings name other tensors."""
-        # tensors may come twice, marks do not
-        marks = [torch.empty(0) for _ in call.tensors]
-        args, kwargs = forward.arguments(marks)
-        name_of = dict[int, str]()
-        for argument, value in arguments_by_name(self.signature, args, kwargs).items():
-            for path, mark in tensors_by_name(value, argument):
-                name_of[id(mark)] = path + "_" * (path in WORDS_OF_A_CALL)
-        names = list[str]()
-        for index, mark in enumerate(marks):
-            names.append(name_of.get(id(mark), f"tensor_{index}"))
-        counts = Counter(names)
-        for index, name in enumerate(names):
-            if counts[name] > 1:
-                names[index] = f"{name}_{index}"
-        for given in (*(self.settings.dynamic or ()), *self.settings.pad):
-            head = given.partition(".")[0]
-            parts = [name for name in names if name.partition(".")[0] == head]
-            if parts and given not in names:  # another call may have it
-                raise ConfigError(
-                    f"dynamic or pad names {given!r}", remedy=f"Names there are {', '.join(parts)}."
-                )
-        return names
-
-
-def _shapes_of(
-    named: Mapping[str, Tensor],
-    dynamic: Mapping[str, Mapping[int, Dim | str]] | None,
-) -> tuple[NamedShapes, str]:
-    shapes: NamedShapes = {name: list(tensor.shape) for name, tensor in named.items()}
-    note = "names of dimensions: as dynamic says"
-    if dynamic is None:
-        batched = _batched(named)
-        dynamic = {name: {0: BATCH} for name in batched}
-        note = f"{BATCH}: dimension 0 of {', '.join(batched)}"
-    is_named = False
-    for name, shape in shapes.items():
-        for at, dim in dynamic.get(name, {}).items():
-            if not -len(shape) <= at < len(shape):
-                raise ConfigError(
-                    f"dynamic names dimension {at} of {name!r}, which has {len(shape)}",
-                    remedy="The first one is 0, the last one -1.",
-                )
-            shape[at] = dim if isinstance(dim, str) else dim.name
-            is_named = True
-    if not is_named:
-        first = next(shape for shape in shapes.values() if shape)
-        first[0] = BATCH
-        note = _NOTHING_VARIES
-    return shapes, note
-
-
-def _batched(named: Mapping[str, Tensor]) -> list[str]:
-    rows = Counter[int]()
-    for tensor in named.values():
-        if tensor.ndim:
-            rows[tensor.shape[0]] += 1
-    several = {size: count for size, count in rows.items() if size > 1}
-    counts = several or rows  # one row may be broadcast
-    most = max(counts.values())
-    votes = [size for size, count in counts.items() if count == most]
-    if len(votes) > 1:
-        return []
-    shape = (votes[0],)
-    return [name for name, tensor in named.items() if tensor.shape[:1] == shape]
-
-
 _MOST_KINDS = 256
 _MANY_SHAPES = 16
 _MOST_STATES = 2  # of an object that graphs serve: as it was made, and filled
@@ -360,7 +185,12 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, repr=False)
-class Learner(Inference):
+class Learner:
+    __graph_memory__ = True
+
+    model: Callable[..., Any]
+    signature: inspect.Signature
+    settings: Settings
     name: str
 
     def __post_init__(self) -> None:
@@ -698,6 +528,172 @@ class Learner(Inference):
         if failed:
             raise failed[0]
         return kind, sizes
+
+    def new_kind(
+        self,
+        call: Call,
+        state: Any,
+        device: torch.device,
+        *,
+        is_exact: bool,
+    ) -> Kind:
+        """Raises InputError for sizes that contradict the settings, and ConfigError."""
+        forward = ByName(
+            self.model,
+            len(call.args),
+            call.kwargs,
+            call.form[:-1],
+            call.tail.same,
+        )
+        pads = self.settings.pad
+        names = self._names_of(forward, call)
+        named = dict(zip(names, call.tensors, strict=True))
+        dynamic = {} if is_exact else self.settings.dynamic
+        shapes, note = _shapes_of(named, dynamic)
+        specs = dict[str, Input]()
+        for name, tensor in named.items():
+            specs[name] = Input(
+                shape=shapes[name],
+                dtype=tensor.dtype,
+                pad=pads.get(name, 0),
+            )
+        kind = Kind(forward, specs, call.form, state, device)
+        kind.notes.append(note)
+        if len(kind.names) == 1:
+            for name, spec in kind.specs.items():
+                # copies of a real row are always valid, but only rows have copies
+                if name not in pads and any(extent.symbol for extent in spec.extents):
+                    kind.specs[name] = spec.changed(pad="last")
+        kind.is_exact = note == _NOTHING_VARIES
+        for name, spec in kind.specs.items():
+            shape = ", ".join(map(str, named[name].shape if kind.is_exact else spec.shape))
+            kind.notes.append(f"{name}: {spec.dtype} [{shape}]")
+        constants = constants_in(call.by_name(self.signature), "")
+        for path, value in islice(constants, _MOST_NOTES):
+            if value is not None:
+                kind.notes.append(f"{path} = {value!r:.40}")
+        tail = call.tail
+        kind.notes.append("grad mode" if tail.is_grad else "no_grad")
+        if torch.is_inference_mode_enabled():
+            kind.notes.append("first called in inference_mode")
+        if tail.autocast:
+            kind.notes.append(f"autocast {tail.autocast}")
+        for name, size in kind.sizes_of(call.tensors).items():
+            if kind.is_exact:
+                kind.dims[name] = Dim(
+                    name,
+                    min=size,
+                    max=size,
+                    sizes=(size,),
+                )
+            else:
+                kind.dims[name] = self.dimension_of(kind, name, size)
+        return kind
+
+    def dimension_of(
+        self,
+        kind: Kind,
+        name: str,
+        size: int,
+    ) -> Dim:
+        settings = self.settings
+        sizes: Any = None
+        most: int | None = None
+        if name == kind.names[0]:
+            sizes = settings.sizes
+            most = settings.max_size
+        for dims in (settings.dynamic or {}).values():
+            for given in dims.values():
+                if not isinstance(given, Dim) or given.name != name:
+                    continue
+                if sizes or most:
+                    raise ConfigError(
+                        f"{name} has a Dim, and sizes or max_size were given, too",
+                        remedy=f"Leave them out: cgplan.Dim({name!r}, max=..., sizes=...).",
+                    )
+                return given
+        if sizes is not None and not isinstance(sizes, str):
+            sizes = tuple(sizes)
+            most = max(sizes)
+        if most is None:
+            kind.grows.add(name)
+            most = 4 << (size - 1).bit_length()
+        return Dim(
+            name,
+            max=most,
+            sizes=sizes,
+        )
+
+    def _names_of(
+        self,
+        forward: ByName,
+        call: Call,
+    ) -> list[str]:
+        """Raises ConfigError where settings name other tensors."""
+        # tensors may come twice, marks do not
+        marks = [torch.empty(0) for _ in call.tensors]
+        args, kwargs = forward.arguments(marks)
+        name_of = dict[int, str]()
+        for argument, value in arguments_by_name(self.signature, args, kwargs).items():
+            for path, mark in tensors_by_name(value, argument):
+                name_of[id(mark)] = path + "_" * (path in WORDS_OF_A_CALL)
+        names = list[str]()
+        for index, mark in enumerate(marks):
+            names.append(name_of.get(id(mark), f"tensor_{index}"))
+        counts = Counter(names)
+        for index, name in enumerate(names):
+            if counts[name] > 1:
+                names[index] = f"{name}_{index}"
+        for given in (*(self.settings.dynamic or ()), *self.settings.pad):
+            head = given.partition(".")[0]
+            parts = [name for name in names if name.partition(".")[0] == head]
+            if parts and given not in names:  # another call may have it
+                raise ConfigError(
+                    f"dynamic or pad names {given!r}", remedy=f"Names there are {', '.join(parts)}."
+                )
+        return names
+
+
+def _shapes_of(
+    named: Mapping[str, Tensor],
+    dynamic: Mapping[str, Mapping[int, Dim | str]] | None,
+) -> tuple[NamedShapes, str]:
+    shapes: NamedShapes = {name: list(tensor.shape) for name, tensor in named.items()}
+    note = "names of dimensions: as dynamic says"
+    if dynamic is None:
+        batched = _batched(named)
+        dynamic = {name: {0: BATCH} for name in batched}
+        note = f"{BATCH}: dimension 0 of {', '.join(batched)}"
+    is_named = False
+    for name, shape in shapes.items():
+        for at, dim in dynamic.get(name, {}).items():
+            if not -len(shape) <= at < len(shape):
+                raise ConfigError(
+                    f"dynamic names dimension {at} of {name!r}, which has {len(shape)}",
+                    remedy="The first one is 0, the last one -1.",
+                )
+            shape[at] = dim if isinstance(dim, str) else dim.name
+            is_named = True
+    if not is_named:
+        first = next(shape for shape in shapes.values() if shape)
+        first[0] = BATCH
+        note = _NOTHING_VARIES
+    return shapes, note
+
+
+def _batched(named: Mapping[str, Tensor]) -> list[str]:
+    rows = Counter[int]()
+    for tensor in named.values():
+        if tensor.ndim:
+            rows[tensor.shape[0]] += 1
+    several = {size: count for size, count in rows.items() if size > 1}
+    counts = several or rows  # one row may be broadcast
+    most = max(counts.values())
+    votes = [size for size, count in counts.items() if count == most]
+    if len(votes) > 1:
+        return []
+    shape = (votes[0],)
+    return [name for name, tensor in named.items() if tensor.shape[:1] == shape]
 
 
 def _effects_until_now(records: Sequence[Fingerprint]) -> tuple[list[Any], list[int | None]]:

@@ -7,8 +7,8 @@ Note [What is put back]
     changed                   a graph stays           none stays
     by each run, or later     back                    back
       entries of containers   stay                    back
-      attributes, before      beside first use as     back
-      absent or None          the first run left them
+      attributes, before      as the first run left   back
+      absent or None          them, if first use is
     on first use              stays                   back, or stays with what cannot be undone,
                                                       unless looks saw state computed from inputs
       tensor, flags unseen    stays                   stays
@@ -16,8 +16,8 @@ Note [What is put back]
     by a failed run           back at its end; entries of containers of a failed capture once
                               it is given up
 
-    If a change of Python goes back that may be a tensor's flag, so does the tensor. Where `warm_up`
-    finds an eager kind, first use stays, but flags and containers go back.
+    If a change of Python goes back that may be a tensor's flag, so does the tensor. Where
+    `Calls.warm_up` finds an eager kind, first use stays, but flags and containers go back.
     Small tensors go back ahead of each run, too, as positions must not run past a cache.
 """
 
@@ -77,7 +77,7 @@ class PutBack:
         held: Tensors of first use that the graph of a key may read, though another key replaces
             them; None: those that first use replaced.
         captured: Keys whose capture did not fail.
-        keeps_first_use, keeps_containers: A graph relies on them; after `warm_up`, later calls.
+        keeps_first_use, keeps_containers: A graph (after `Calls.warm_up` a call) relies on them.
         computed: Storages of inputs' values by id, as looks saw them.
         value_read: Where the host first needed a value of inputs.
     """
@@ -291,8 +291,7 @@ class PutBack:
         """Changes of Python that stay, by path: those of first use."""
         found = dict[str, Uses]()
         lasting = set[int]()  # runs that cannot be undone
-        # which are padding or an example
-        is_of_inputs = self.value_read is not None
+        is_of_inputs = self.value_read is not None  # of padding, or an example
         for reference in self.computed.values():
             is_of_inputs |= not reference.expired()
         for path, known in self._bound.items():

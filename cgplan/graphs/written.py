@@ -195,7 +195,7 @@ class WrittenStorages:
 
     Attributes:
         copied: Bytes by kind of copy.
-        watched: Ids that operators of this run wrote, and of those that they overwrote.
+        watched: Ids of storages that operators of this run wrote, and, of those, overwrote unread.
         newly_written: Paths of tensors that the last run wrote, and another one did not.
         lost: Paths of tensors that were copied only after a run had written them.
     """

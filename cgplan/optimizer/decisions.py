@@ -154,7 +154,7 @@ class Planner:
             self._asked_bytes = self.costs.of(self._today.keys).total_bytes
         weighed = self._weighed(config)
         chosen, planned = weighed[0]
-        if self.any_mode and self._is_large:  # weighed by the first
+        if self.any_mode and self._is_large:  # modes are weighed for the first requests
             planned = self._planned(chosen)
             weighed[0] = chosen, planned
         by_mode: ByMode = {}
@@ -168,14 +168,14 @@ class Planner:
             decided.append(self._said_of_slo(planned, miss))
             for made, its in by_slo:
                 by_mode[made.plan.mode] = made, its
-        notes = list[str]()
+        reasons = list[str]()
         if self.any_mode:
             decided += self._mode_change(by_mode, planned)
-            notes += self._mode_notes(
+            reasons += self._mode_notes(
                 by_mode,
                 planned,
             )
-        return self._with_evidence(config, planned, decided, notes, miss)
+        return self._with_evidence(config, planned, decided, reasons, miss)
 
     def check(self, config: Config, plan: Plan) -> PlanCheck:
         """A plan on these loads, which it need not have been made for."""
@@ -272,6 +272,7 @@ class Planner:
             # the most that fit, or 1
             graphs = bisect_right(range(2, most), most, key=num_graphs) + 1
         planned = planned_with(graphs)
+        # one size may take several graphs
         while not planned.plan.keys and graphs < planned.inputs.worthwhile:
             graphs += 1
             planned = planned_with(graphs)
@@ -311,7 +312,7 @@ class Planner:
             return planned
         bounded = config.with_values("budget", memory=most)
         with suppress(BudgetError):
-            return replace(self._for_loads(bounded, of_first), freed=planned)
+            return replace(self._for_loads(bounded, of_first), unlimited=planned)
         return planned
 
     def _for_loads(
@@ -608,17 +609,17 @@ class Planner:
         config: Config,
         planned: PlannedGraphs,
         decided: Sequence[str],
-        notes: list[str],
+        reasons: list[str],
         miss: Miss | None,
     ) -> Plan:
         """The plan with what requests get, and why it is as it is."""
         plan = planned.plan
         if miss is not None and len(self._requests) > 1:
-            notes.append(f"of {len(self._requests)} loads {miss.requests.source}: {miss.text}")
-        notes += self._memory_notes(planned)
-        notes += self._other_bounds(config, self._shown(miss))
+            reasons.append(f"of {len(self._requests)} loads {miss.requests.source}: {miss.text}")
+        reasons += self._memory_notes(planned)
+        reasons += self._other_bounds(config, self._shown(miss))
         if plan.draft_keys:
-            notes.append(
+            reasons.append(
                 "max_graphs counts the draft model's graphs; step times do not, nor costs but "
                 "those of a log with drafts"
             )
@@ -630,7 +631,7 @@ class Planner:
             replicas=self.replicas,
             slo_missed=None if miss is None or miss.holds else miss.text,
             decided=tuple(decided),
-            decisions=tuple(notes),
+            decisions=tuple(reasons),
         )
 
     def _points(
@@ -693,13 +694,13 @@ class Planner:
         cost = planned.plan.predicted
         if cost is None:
             return
-        freed = planned.freed
-        if freed and freed.plan.predicted:
-            step = freed.run.expected_us / planned.run.expected_us
+        unlimited = planned.unlimited
+        if unlimited and unlimited.plan.predicted:
+            step = unlimited.run.expected_us / planned.run.expected_us
             most = format_bytes(self._asked_bytes)
             yield (
                 f"memory is kept to that of the graphs asked for, {most}; --memory none takes "
-                f"{format_bytes(freed.plan.predicted.total_bytes)} for steps {step - 1:+.2%}"
+                f"{format_bytes(unlimited.plan.predicted.total_bytes)} for steps {step - 1:+.2%}"
             )
         more = cost.total_bytes - self._asked_bytes
         if abs(more) < MIB or not self.kv_token_bytes:

@@ -335,7 +335,7 @@ class PlanInputs:
         return Search(self.problem, Limits(MOST_OF_CURVE))
 
     @cached_property
-    def steps(self) -> list[float]:
+    def steps_us(self) -> list[float]:
         """Mean microseconds of a step of the traffic alone, by the number of graphs."""
         steps = []
         for graphs in range(self.graphs + 1):
@@ -344,6 +344,7 @@ class PlanInputs:
 
     @property
     def graphs(self) -> int:
+        """Where the curve ends."""
         return self.by_graphs.value.size - 1
 
     @cached_property
@@ -397,7 +398,7 @@ class PlanInputs:
             keys = keys_of(self.lists_of(graphs), self.base)
         return ParetoPoint(
             graphs=graphs,
-            expected_us=self.steps[graphs],
+            expected_us=self.steps_us[graphs],
             **self.price(keys),
         )
 
@@ -488,7 +489,7 @@ class PlannedGraphs:
         run: Traffic run through the plan.
         best_alone: The best step of each load, where that was sought.
         for_slo: Whether its number of graphs is the least that holds an SLO.
-        freed: The plan that may take more memory than the graphs asked for.
+        unlimited: The plan that may take more memory than the graphs asked for.
     """
 
     plan: Plan
@@ -497,7 +498,7 @@ class PlannedGraphs:
     run: Run
     best_alone: Sequence[float]
     for_slo: bool = False
-    freed: PlannedGraphs | None = None
+    unlimited: PlannedGraphs | None = None
 
     def with_plan(self, **changed: Any) -> PlannedGraphs:
         return replace(self, plan=self.plan.changed(**changed))
@@ -656,7 +657,7 @@ class PlannedGraphs:
     def _point_within(self, expected_us: float) -> ParetoPoint | None:
         """The fewest graphs with which the traffic alone takes no longer."""
         goal = expected_us * (1 + 1e-9)
-        for graphs, step in enumerate(self.inputs.steps):
+        for graphs, step in enumerate(self.inputs.steps_us):
             if step <= goal:
                 return self.inputs.point(graphs)
         return None
@@ -759,7 +760,7 @@ class PlannedGraphs:
         is_paid = not {"memory", "capture_time"} & {*binding}
         if graphs > inputs.graphs or not is_paid:
             return None
-        gain = max(self.run.expected_us - inputs.steps[graphs], 0.0)
+        gain = max(self.run.expected_us - inputs.steps_us[graphs], 0.0)
         return NextGraph(
             microseconds=gain,
             percent=100 * gain / max(self._changeable_us, EXACT),

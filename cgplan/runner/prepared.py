@@ -28,7 +28,7 @@ NO_COMPARISON = -1
 
 @dataclass(slots=True)
 class Due:
-    """Replays until a graph is verified (negative: never); the last one's number."""
+    """Replays until the next comparison (negative: none); the last one's replay."""
 
     left: int = NO_COMPARISON
     verified_at: int = 0

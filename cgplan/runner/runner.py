@@ -236,7 +236,7 @@ class Launcher:
             self._is_plain = not self._is_autocast()
         if call.needs_check and not self._addresses.holds():
             self._addresses.check(call.route.key)
-            call.needs_check = not self._checks_once  # else `check` looks once a call
+            call.needs_check = not self._checks_once  # for others once is enough
         call.copy_in(values, stream, is_alike)
         call.count.calls += 1
         due = call.due
@@ -300,7 +300,8 @@ class GraphRunner:
         self._forbidden = 0  # nested `no_capture`
         self._handed: weakref.WeakSet[StagedBuffers] = weakref.WeakSet()
         self._replanner = Replanner(self.stats)
-        self._replayed = self.stats.replays_before = self.stats.replays  # until the last sleep
+        self.stats.replays_before = self.stats.replays
+        self._replayed = self.stats.replays  # while last awake with any
         self._serve(captured)
 
     # Each of these ends more than the one above: calls that were looked up; staged ones, too, as
@@ -432,7 +433,7 @@ class GraphRunner:
             call = self._last
             is_alike = False
             key: Seen | None = None
-            with torch._C.DisableTorchFunction():  # a mode takes 1 us a look
+            with torch._C.DisableTorchFunction():  # under a mode an attribute takes 1 us
                 try:
                     values: Values = tensors or self._pick(inputs)
                     # is_alike ends the process for nested ones

@@ -57,7 +57,7 @@ class RunnerStats:
         self.failures = 0
         self.timed_calls = 0
         self.timed_nanoseconds = 0
-        self.replays_before = Counter[Key]()  # the runner's start
+        self.replays_before = Counter[Key]()  # the last start, wake or reset
         self._resets = 0
         self._counts: dict[Asked, BatchCount] = {}
         self.time_every = 16

@@ -801,7 +801,7 @@ def test_a_table_behind_a_hidden_flag_stays_filled(
 
 def test_a_table_made_of_padding_behind_a_hidden_flag_is_refused(backend: GraphBackend) -> None:
     model = Filled(backend.device, "threading.local", "inputs")
-    with pytest.raises(CaptureError, match=r"computes table on first use, from padding") as refused:
+    with pytest.raises(CaptureError, match=r"computes table on first use, from inputs") as refused:
         open_runner(backend, model)
     assert "build the model again" in (refused.value.remedy or "")
 
