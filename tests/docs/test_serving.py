@@ -17,6 +17,7 @@ import pytest
 import torch
 from decoder import Decoder, build
 from decoding import one_thread
+from pages import blocks_of
 
 from cgplan.backends.context import forward_context
 from cgplan.config import load_config
@@ -29,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = {
     "serving": ROOT / "docs" / "examples" / "serving.py",
     "fastapi_server": ROOT / "docs" / "examples" / "fastapi_server.py",
+    "picture_server": ROOT / "docs" / "examples" / "picture_server.py",
     "speculative": ROOT / "configs" / "speculative.py",
 }
 # Double precision, so that tokens do not depend on how requests are batched; varied ones need untied embeddings.
@@ -419,5 +421,111 @@ def test_a_web_server_outlives_a_failed_step(server: ModuleType) -> None:
                 await tokens("a")
             runner.recapture()
             assert await tokens("a") == wanted
+
+    asyncio.run(serve())
+
+
+# --- picture_server.py ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pictures() -> ModuleType:
+    pytest.importorskip("fastapi")
+    return example("picture_server")
+
+
+def test_a_server_of_pictures_batches_requests_and_answers_each_as_alone(
+    pictures: ModuleType,
+) -> None:
+    from fastapi.testclient import TestClient
+
+    asked = torch.randn(40, *pictures.SHAPE)
+    with TestClient(pictures.app) as client, ThreadPoolExecutor(20) as threads:
+
+        def ask(picture: torch.Tensor) -> list[float]:
+            answer = client.post("/classify", json=picture.tolist())
+            assert answer.status_code == 200
+            return answer.json()
+
+        found = torch.tensor(list(threads.map(ask, asked)))
+        runner = pictures.app.state.runner
+        with torch.no_grad():
+            wanted = pictures.build().eval()(asked)
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
+        assert runner.stats.eager.total() == 0
+        assert runner.stats.calls < 40
+        for wrong, said in (
+            (
+                [[[0.5] * 16] * 16] * 3,
+                "the picture has shape (3, 16, 16), the model takes (3, 32, 32)",
+            ),
+            ([[[0.5], [0.5, 0.5]]], "expected sequence of length 1"),
+        ):
+            refused = client.post("/classify", json=wrong)
+            assert refused.status_code == 422
+            assert said in refused.json()["detail"]
+        assert client.post("/classify", json=[1]).status_code == 422
+        assert "cgplan_replays_total{" in client.get("/metrics").text
+    assert runner.is_closed
+
+
+def test_the_page_shows_the_middle_of_that_server() -> None:
+    source = PROGRAMS["picture_server"].read_text(encoding="utf-8")
+    [shown] = [
+        block.text
+        for block in blocks_of("serving")
+        if block.of_mark == "a part of picture_server.py"
+    ]
+    assert shown in source
+
+
+def test_a_server_of_pictures_runs_no_request_that_nobody_awaits(
+    pictures: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor do late, refused and failed requests end the thread."""
+    from fastapi import HTTPException
+
+    answer, permits, batches = pictures.answer, Semaphore(0), list[int]()
+
+    def when_permitted(runner: Any, batch: list[Any]) -> None:
+        batches.append(len(batch))
+        permits.acquire()
+        answer(runner, batch)
+
+    monkeypatch.setattr(pictures, "answer", when_permitted)
+    pixels = torch.zeros(pictures.SHAPE).tolist()
+
+    def ask() -> asyncio.Task[list[float]]:
+        return asyncio.ensure_future(pictures.classify(pixels))
+
+    async def status(task: asyncio.Task[list[float]]) -> int:
+        with pytest.raises(HTTPException) as caught:
+            await task
+        return caught.value.status_code
+
+    async def serve() -> None:
+        async with pictures.lifespan(pictures.app):
+            try:
+                first = ask()
+                while not batches:
+                    await asyncio.sleep(0.01)
+                monkeypatch.setattr(pictures, "PATIENCE", 0)
+                assert await status(ask()) == 504
+                monkeypatch.setattr(pictures, "PATIENCE", 10)
+                *left, last, refused = [ask() for _ in range(64)]
+                assert await status(refused) == 503
+                for task in left:
+                    task.cancel()
+                await asyncio.wait(left)
+            finally:
+                permits.release(10_000)
+            assert len(await first) == len(await last) == 10
+            assert batches == [1, 1]
+            runner = pictures.app.state.runner
+            runner.invalidate("head.weight")
+            with pytest.raises(AddressError, match="weight' moved"):
+                await ask()
+            runner.recapture()
+            assert len(await ask()) == 10
 
     asyncio.run(serve())
