@@ -47,6 +47,7 @@ from cgplan.errors import (
     NumbersError,
     OutputShapeError,
 )
+from cgplan.units import format_bytes
 
 
 @pytest.fixture
@@ -255,7 +256,11 @@ def test_objects_in_another_state_are_another_kind(backend: GraphBackend) -> Non
         for turn in range(1, 6):
             close(g(x, cache), x + turn)
     assert replays(g) == 3 + 23
-    assert f"all kinds: Cache at {id(cache):#x}, in one of its states" in g.explain()
+    assert "all kinds: cache: Cache 1, in one of its states" in g.explain()
+    cache = Cache(backend.device)
+    for _ in range(3):
+        g(x, cache)
+    assert "cache: Cache 2, in one of its states" in g.explain()
 
 
 def test_objects_that_the_forward_changes(backend: GraphBackend) -> None:
@@ -717,6 +722,18 @@ def test_a_difference_is_answered_by_the_models_own_code(
         strict(x)
 
 
+def test_a_name_that_no_argument_has_is_told(backend: GraphBackend) -> None:
+    def model(x: Tensor, **others: Tensor) -> Tensor:
+        return x * others["mask"]
+
+    g = cgplan.graphed(model, pad={"maks": 0, "x": 1}, dynamic={"mask": {0: "rows"}})
+    x = rows(backend, 3)
+    close(g(x, mask=x), x * x)
+    told = "dynamic or pad names 'maks', which a call lacks; did you mean 'mask'?"
+    assert told in g.explain()
+    assert g.explain().count("which a call lacks") == 1
+
+
 def test_errors_of_the_model_are_the_models(backend: GraphBackend) -> None:
     def model(x: Tensor) -> Tensor:
         if len(x) == 5:
@@ -733,6 +750,17 @@ def test_errors_of_the_model_are_the_models(backend: GraphBackend) -> None:
             close(g(x), x + 1)
 
 
+def test_explain_has_the_memory_of_all_kinds(backend: GraphBackend) -> None:
+    g = cgplan.graphed(lambda x: x + 1)
+    for kind in (torch.float32, torch.float64):
+        ready(g, lambda x: x + 1, rows(backend, 3).to(kind))
+    reports = [runner.report for runner in g.runners]
+    pool = max(report.pool_bytes for report in reports)  # one pool, which grew
+    own = sum(report.graph_bytes - report.pool_bytes for report in reports)
+    assert len(reports) == 2
+    assert f"graphs and their buffers take {format_bytes(pool + own)}" in g.explain()
+
+
 def test_a_model_that_cannot_be_captured_runs_eagerly_and_is_said(
     backend: GraphBackend, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -743,7 +771,11 @@ def test_a_model_that_cannot_be_captured_runs_eagerly_and_is_said(
     as_the_model(lambda x: g(x - 0.5), lambda x: model(x - 0.5), backend, *6 * [3])
     assert not sizes(g)
     assert "no graph could be captured: " in g.explain()
-    assert len([line for line in caplog.messages if "no graph could be captured" in line]) == 1
+    [told] = [line for line in caplog.messages if "no graph could be captured" in line]
+    assert "Keep the value on the device" in told, "the remedy of the capture"
+    with pytest.raises(CaptureError, match="needs the host") as caught:
+        as_the_model(cgplan.graphed(model, strict=True), model, backend, 3, 3, 3)
+    assert "Keep the value on the device" in caught.value.remedy
     strict, x = cgplan.graphed(model, strict=True), rows(backend, 3)
     for _ in range(2):
         strict(x)

@@ -919,6 +919,39 @@ def test_segments_of_a_model(backend: GraphBackend, settings: dict[str, Any]) ->
     assert g.report.records[0].eager_pieces == 1
 
 
+class AddsHooks(nn.Module):
+    """As transformers' models do when a call first asks for hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_hooks = False
+
+    def forward(self, x: Tensor, hidden: bool = False) -> Tensor:
+        self.has_hooks |= hidden
+        return x * 2
+
+
+def test_what_a_first_call_changes_of_the_model_is_told_of_that_call(backend: GraphBackend) -> None:
+    g = cgplan.graphed(AddsHooks().eval())
+    x = torch.randn(3, 4, device=backend.device)
+    for hidden in (False, True, False):
+        for _ in range(3):
+            torch.testing.assert_close(g(x, hidden=hidden), x * 2)
+    why = (
+        "captured again, as the first call with hidden = True changed model.has_hooks (it was False"
+    )
+    assert why in g.explain()
+    assert "old graphs" not in g.explain()
+    assert replays(g)
+
+
+def test_splits_that_a_mode_without_segments_ignores_are_told(backend: GraphBackend) -> None:
+    net = nn.Linear(4, 4).to(backend.device).eval()
+    g = cgplan.graphed(net, compilation={"splitting_modules": ["1"]})
+    as_the_model(g, net, backend, 3, 3, 3)
+    assert "splitting_modules are not looked at: mode FULL has no segments; set" in g.explain()
+
+
 def test_a_container_of_modules_stays_one(backend: GraphBackend) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).to(backend.device).eval()
     g = cgplan.graphed(model)
@@ -1387,6 +1420,18 @@ def test_generate_warms_up_by_itself(backend: GraphBackend) -> None:
     first = int(lm.generate(prompt, max_new_tokens=1)[0, -1])
     lm.generate(prompt, max_new_tokens=4, min_new_tokens=4, eos_token_id=first)
     assert replays(g) == 1
+
+
+def test_generate_that_captures_with_its_first_call(backend: GraphBackend) -> None:
+    lm = decoder(backend)
+    prompt = torch.randint(2, 200, (2, 9), device=backend.device)
+    wanted = lm.generate(prompt, max_new_tokens=6, do_sample=False)
+    policy = {"capture_policy": "eager"}
+    g = cgplan.graphed_generate(lm, max_cache_len=32, compilation=policy)
+    assert torch.equal(lm.generate(prompt, max_new_tokens=6, do_sample=False), wanted)
+    assert g.graph_calls == 6, "the prompt, too"
+    assert not g.eager_calls
+    assert "past_key_values: StaticCache 1, in one of its states" in g.explain()
 
 
 def test_generate_of_many_lengths(backend: GraphBackend, caplog: pytest.LogCaptureFixture) -> None:

@@ -269,7 +269,7 @@ class CapturedKeys:
         except self._survivable as error:
             drop_locals(error)
             if in_service:
-                self._remember(key, type(error).__name__, error.message)
+                self._remember(key, error)
             else:
                 self.guard.ran_out(key, error)
         except BaseException:
@@ -287,14 +287,15 @@ class CapturedKeys:
 
     def _remember_refusal(self, key: Key) -> None:
         stop = self.guard.stops[-1]
-        self._remember(key, BudgetError.__name__, f"{stop.limit}: {stop.detail}")
+        self._remember(key, BudgetError(f"{stop.limit}: {stop.detail}"))
 
-    def _remember(self, key: Key, error: str, detail: str) -> None:
+    def _remember(self, key: Key, error: CgplanError) -> None:
         self.failed[key] = FailedKey(
             mode=key[0],
             descriptor=key[1],
-            error=error,
-            detail=detail,
+            error=type(error).__name__,
+            detail=error.message,
+            remedy=error.remedy,
         )
 
     def _give_up(self, key: Key) -> None:

@@ -429,7 +429,7 @@ class Calls:
         error: CgplanError,
     ) -> None:
         may_be_padding = isinstance(error, ModelError | OutputShapeError)
-        text = f"no graph could be captured: {error.message}"
+        text = f"no graph could be captured: {error.message}. {error.remedy}".removesuffix(". ")
         self.learner.give_up(kind, text, tries_exact=may_be_padding)
 
     def _capture(
@@ -457,7 +457,7 @@ class Calls:
         for failure in runner.report.failed:
             if (failure.mode, failure.descriptor) == missing:
                 known = {"ModelError": ModelError, "OutputShapeError": OutputShapeError}
-                return known.get(failure.error, CaptureError)(failure.detail)
+                return known.get(failure.error, CaptureError)(failure.detail, remedy=failure.remedy)
         if kind.forward.differs:
             return OutputShapeError("the output depends on the size of the batch")
         return None
@@ -485,6 +485,8 @@ class Calls:
             }
         )
         plan = build_plan(config)
+        for warning in plan.warnings:
+            self.learner.tell_once(warning)
         held = sum(len(runner.plan.keys) for runner in self.learner.runners)
         if len(plan.keys) + held > settings.max_graphs:
             config = config.with_values("compilation", capture_policy="lazy")

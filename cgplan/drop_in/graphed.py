@@ -40,7 +40,7 @@ from cgplan.models.loading import CACHE_ARGUMENTS, cache_argument, load_model, r
 from cgplan.reports.layout import Column, Grid, TextColumn, plain_text
 from cgplan.reports.records import CaptureReport
 from cgplan.runner.runner import GraphRunner
-from cgplan.units import counted
+from cgplan.units import counted, format_bytes
 
 
 def graphed(
@@ -277,6 +277,11 @@ class Graphed:
                 TextColumn("kind", apart),
             )
             lines.append(plain_text(table))
+        if learner.runners:
+            nbytes = calls.pool.nbytes
+            for runner in learner.runners:
+                nbytes += runner.report.graph_bytes - runner.report.pool_bytes
+            lines.append(f"graphs and their buffers take {format_bytes(nbytes)}")
         lines += sorted({*learner.notices.values()} - calls.eager.keys())
         for path, count in learner.changed.most_common():
             if count > 1:

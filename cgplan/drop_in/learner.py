@@ -28,12 +28,13 @@ from cgplan.drop_in.call_form import (
     constants_in,
     containers_in,
     object_roots,
+    objects_in,
     shapes_of,
     taken_apart,
     tensors_by_name,
 )
 from cgplan.drop_in.kinds import Family, Kind, Sizes, Stage, without_constants
-from cgplan.errors import ConfigError, InputError, OutputShapeError
+from cgplan.errors import ConfigError, InputError, OutputShapeError, did_you_mean
 from cgplan.graphs.change_detector import ChangeDetector
 from cgplan.graphs.fingerprint import Change, Fingerprint, is_ignored
 from cgplan.graphs.footprint import look
@@ -204,6 +205,7 @@ class Learner:
         self._kinds = OrderedDict[Form, list[Kind]]()
         self._families: dict[Form, Family] = {}
         self._exact = set[Form]()
+        self._numbers: dict[int, int] = {}  # of object arguments, by id
         self.detector: ChangeDetector | None = None
         self.tensor_ids = frozenset[int]()
 
@@ -231,8 +233,10 @@ class Learner:
         if detector is not None:
             detector.suspect()
 
-    def free_if_changed(self) -> bool:
-        """True also for a model that is not watched yet."""
+    def free_if_changed(self, begun: Kind | None = None) -> bool:
+        """After the first call of a kind, where one has ``begun``. True also for a model that is
+        not watched yet.
+        """
         if self.detector is None:
             return True
         changes = list(self.detector.changes(self.settings.ignore).values())
@@ -241,6 +245,11 @@ class Learner:
         first = changes[0]
         self.changed[first.subject] += 1
         text = f"captured again: {first}"
+        if begun is not None:
+            others = [kind.notes for kind in self.kinds if kind is not begun]
+            known = set[str]().union(*others)
+            new = [note for note in begun.notes if note not in known]
+            text = f"captured again, as the first call with {', '.join(new)} changed {first}"
         if len(changes) > 1:
             text += f", and {counted(len(changes) - 1, 'more change')}"
         text += first.hint
@@ -333,9 +342,14 @@ class Learner:
                 "graphs of its own, from its third call on",
                 "shapes",
             )
-        for root, value in roots.items():
-            kind.notes.append(f"{root} at {id(value):#x}, in one of its states")
-        constants = constants_in(call.by_name(self.signature), "")
+        named = call.by_name(self.signature)
+        for argument, given in named.items():
+            for value in objects_in(taken_apart(given)[0]):
+                known_ones = len(self._numbers)
+                number = self._numbers.setdefault(id(value), known_ones + 1)
+                name = f"{type(value).__name__} {number}"
+                kind.notes.append(f"{argument}: {name}, in one of its states")
+        constants = constants_in(named, "")
         count = family.calls
         family.misses += bool(state)
         for path in family.add(constants):
@@ -361,6 +375,23 @@ class Learner:
             self.tell_once(f"{error.message}; {_EXACT}")
             self._exact.add(call.form)
             return self._add_kind(call, state)
+        names = [*(self.settings.dynamic or ()), *self.settings.pad]
+        for given in names:
+            what = f"dynamic or pad names {given!r}"
+            head = given.partition(".")[0]
+            parts = list[str]()
+            for name in kind.specs:
+                if name.partition(".")[0] == head:
+                    parts.append(name)
+            if parts and given not in parts:
+                raise ConfigError(
+                    what,
+                    remedy=f"Names there are {', '.join(parts)}.",
+                )
+            if not parts and head not in self.signature.parameters:
+                # another call may have it
+                hint = did_you_mean(given, kind.specs, "; did you mean {!r}?")
+                self.tell_once(f"{what}, which a call lacks{hint}", given)
         self._kinds[call.form].append(kind)
         return kind
 
@@ -400,6 +431,9 @@ class Learner:
             ]
         drawn, written = _effects_until_now(records)
         output = self.model(*call.args, **call.kwargs)
+        detector = self.detector
+        if kind.stage is Stage.NEW and detector is not None and not detector.holds_all():
+            self.free_if_changed(kind)
         changes = list[list[Change]]()
         # of arguments nothing is ignored
         for record, ignored in zip(records, (settings.ignore, ()), strict=False):
@@ -407,9 +441,7 @@ class Learner:
         kind.note_run(sizes, *changes)
         if kind.may_capture:
             self.watch_model(records[0])
-        held = set[int]()
-        for record in records:
-            held |= record.container_ids()
+        held = set[int]().union(*map(Fingerprint.container_ids, records))
         if held.intersection(map(id, containers_in(output))):
             kind.run_eagerly(
                 "the model returns a list, a dict or an object that it keeps, or that it was given"
@@ -629,7 +661,6 @@ class Learner:
         forward: ByName,
         call: Call,
     ) -> list[str]:
-        """Raises ConfigError where settings name other tensors."""
         # tensors may come twice, marks do not
         marks = [torch.empty(0) for _ in call.tensors]
         args, kwargs = forward.arguments(marks)
@@ -644,13 +675,6 @@ class Learner:
         for index, name in enumerate(names):
             if counts[name] > 1:
                 names[index] = f"{name}_{index}"
-        for given in (*(self.settings.dynamic or ()), *self.settings.pad):
-            head = given.partition(".")[0]
-            parts = [name for name in names if name.partition(".")[0] == head]
-            if parts and given not in names:  # another call may have it
-                raise ConfigError(
-                    f"dynamic or pad names {given!r}", remedy=f"Names there are {', '.join(parts)}."
-                )
         return names
 
 

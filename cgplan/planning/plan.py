@@ -783,18 +783,18 @@ def _unread(
     compilation: CompilationConfig,
     mode: CUDAGraphMode,
 ) -> Iterator[str]:
-    if not mode.has_mode(CUDAGraphMode.PIECEWISE):
-        return
-    route = compilation.piecewise
+    route: str = compilation.piecewise
     if route == "auto":
         route = "modules" if compilation.splitting_modules else "ops"
+    why = f"segments come from {route} (compilation.piecewise)"
+    is_auto = compilation.cudagraph_mode is CUDAGraphMode.AUTO  # planned as FULL
+    if not is_auto and not mode.has_mode(CUDAGraphMode.PIECEWISE):
+        route = mode.name
+        why = f"mode {route} has no segments; set cudagraph_mode to PIECEWISE"
     is_unread = {
         "ops": compilation.splitting_ops and route == "wrappers",
         "modules": compilation.splitting_modules and route != "modules",
     }
     for kind, unread in is_unread.items():
         if unread:
-            yield (
-                f"compilation.splitting_{kind} are not looked at: segments come from {route} "
-                "(compilation.piecewise)"
-            )
+            yield f"compilation.splitting_{kind} are not looked at: {why}"

@@ -344,7 +344,10 @@ def _answer(
     rows += labelled("weighed", evidence.decided)
     rows += labelled("warning", evidence.unsure)
     told = [row for row in said(plan, brief=not whole) if row not in rows]
-    rows.append(("step times", evidence.times_source))
+    times = evidence.times_source
+    if evidence.expected_us.eager is not None:
+        times += f"; eager takes {format_microseconds(evidence.expected_us.eager)} a step"
+    rows.append(("step times", times))
     rows += [row for row in head_rows(plan) if row[0] == "mode"]
     if sizes:
         rows.append(("sizes", sizes))
@@ -489,9 +492,8 @@ def _reasons(plan: Plan, evidence: Evidence) -> Iterator[Fact]:
         if ratios:
             told += f"; steps {max(ratios) - 1:+z.1%} at most"
         yield "loads", told
-    eager = "" if expected.eager is None else f"eager {format_microseconds(expected.eager)}, "
     bound = format_microseconds(expected.bound)
-    yield "step", f"{format_microseconds(expected.plan)} expected; {eager}bound {bound}"
+    yield "step", f"{format_microseconds(expected.plan)} expected; bound {bound}"
     proof = "lower bound reported"
     if evidence.unmeasured > MOST_UNMEASURED:
         proof = "extrapolated: most steps have sizes that were not measured"

@@ -148,6 +148,7 @@ class BudgetRecord(Record):
 class FailedKey(KeyRecord):
     error: str
     detail: str
+    remedy: str = ""
 
     @property
     def is_over_budget(self) -> bool:

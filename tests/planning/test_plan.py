@@ -413,7 +413,12 @@ def test_splits_that_nothing_looks_at_are_pointed_out(piecewise: str, unused: li
     ]
     for kind in unused:
         assert not plan_of("PIECEWISE", [1, 4], **{**split, f"splitting_{kind}": []}).warnings[1:]
-    assert not plan_of("FULL", [1, 4], **split).warnings
+    assert plan_of("FULL", [1, 4], **split).warnings == (
+        "compilation.splitting_modules are not looked at: mode FULL has no segments; set "
+        "cudagraph_mode to PIECEWISE",
+    )
+    assert not plan_of("FULL", [1, 4], splitting_ops=["aten::softmax"]).warnings
+    assert not plan_of("AUTO", [1, 4], splitting_modules=["attend"]).warnings
     assert not plan_of("PIECEWISE", [1, 4], splitting_ops=["aten::softmax"]).warnings
 
 
