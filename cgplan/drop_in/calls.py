@@ -235,10 +235,10 @@ class Calls:
             learner.free_if_changed()
         family = learner.family_of(call)
         if family.skips_a_call():
-            kinds = {type(value).__name__ for value in objects_in(call.form)}
+            kinds = " or ".join(object_roots(call.form))
             learner.tell_once(
-                f"{NEW_STATES}, {' or '.join(sorted(kinds))}: graphs need one object whose Python "
-                "values and shapes stay, such as a static cache without windows"
+                f"{NEW_STATES}, {kinds}: graphs need one object whose Python values and shapes "
+                "stay, such as a static cache without windows"
             )
             return self._run_model(NEW_STATES, args, kwargs)
         kind, sizes = learner.kind_of(family, call)

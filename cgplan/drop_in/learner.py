@@ -239,6 +239,8 @@ class Learner:
         """
         if self.detector is None:
             return True
+        if begun is not None and self.detector.holds_all():
+            return False
         changes = list(self.detector.changes(self.settings.ignore).values())
         if not changes:
             return False
@@ -418,6 +420,8 @@ class Learner:
         kind: Kind,
         sizes: Sizes,
         call: Call,
+        *,
+        is_ahead: bool = False,
     ) -> Any:
         settings = self.settings
         tensors = call.tensors
@@ -431,8 +435,7 @@ class Learner:
             ]
         drawn, written = _effects_until_now(records)
         output = self.model(*call.args, **call.kwargs)
-        detector = self.detector
-        if kind.stage is Stage.NEW and detector is not None and not detector.holds_all():
+        if kind.stage is Stage.NEW and not is_ahead:
             self.free_if_changed(kind)
         changes = list[list[Change]]()
         # of arguments nothing is ignored
@@ -539,7 +542,7 @@ class Learner:
 
         def first_calls() -> None:
             try:
-                self.learning_call(kind, sizes, call)
+                self.learning_call(kind, sizes, call, is_ahead=True)
             except Exception as error:
                 failed.append(error)
 
