@@ -166,6 +166,8 @@ class Trials:
         chosen = choice.compilation
         changed = {name: getattr(chosen, name) for name in chosen.model_fields_set}
         mode = chosen.cudagraph_mode
+        if not mode.has_mode(CUDAGraphMode.PIECEWISE):
+            changed["splitting_modules"] = ()
         logger.info("cudagraph_mode AUTO -> %s: %s", mode, choice.reason)
         config = self.config.changed(compilation=self.config.compilation.changed(**changed))
         plan = build_plan(config)

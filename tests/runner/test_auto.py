@@ -128,6 +128,9 @@ def test_a_model_that_can_be_captured_whole_is(
     assert said in " ".join(str(runner.report).split())
     assert all(int(block.n) == 0 for block in model.layers)  # the runs that were timed left nothing
     serves_right(runner, model)
+    asked = open_runner(backend, Net(nn.ReLU), splitting_modules=["layers.*.inner"])
+    assert asked.plan.mode is FULL
+    assert not asked.report.warnings, "of modules that AUTO had no need to split at"
 
 
 def test_modules_that_fail_stay_out_of_the_graphs(
