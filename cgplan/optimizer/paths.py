@@ -15,6 +15,7 @@ best i moves up with j.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +24,7 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 FAN = 8  # rows so many apart are solved first, and bound those between them
+FEW = 300  # sizes, of which all pairs are tried
 
 
 @dataclass(frozen=True)
@@ -77,21 +79,17 @@ def best_paths(
     cost = np.full(shape, np.inf)
     cost[:, 0] = 0.0
     parent = np.zeros(shape, dtype=int)
-    took = weights * times
-    ran = took.sum(axis=0) + price
+    find = best_below(weights, times, price)
     counts = set(each[1:].tolist())
     widest = max(counts, default=1)
     for level in range(1, graphs + 1):
         for count in counts:
-            if count > level:
-                continue
-            here = each == count
-            here[0] = False
-            before = cost[level - count]
-            least, below = best_below(before, weights, times)
-            total = least + ran
-            cost[level, here] = total[here]
-            parent[level, here] = below[here]
+            if count <= level:
+                here = each == count
+                here[0] = False
+                total, below = find(cost[level - count])
+                cost[level, here] = total[here]
+                parent[level, here] = below[here]
         if level < widest:
             continue
         before = cost[level - widest]
@@ -103,21 +101,30 @@ def best_paths(
 
 
 def best_below(
-    before: Floats,
     weights: Floats,
     times: Floats,
-) -> tuple[Floats, Ints]:
-    """Of each size j the least ``before[i]`` less weights(i) times(j) over i < j, and that i.
+    price: Floats | float,
+) -> Callable[[Floats], tuple[Floats, Ints]]:
+    """A function of F_{k-1} that finds F_k, and the size below, of each size from the first."""
+    took = weights * times
+    ran = took.sum(axis=0) + price
+    every = np.arange(ran.size)
+    if ran.size > FEW:
 
-    inf and 0 where there is no such i.
-    """
-    least = np.full_like(before, np.inf)
-    below = np.zeros(before.size, dtype=int)
-    if before.size > 1:
-        last = np.arange(before.size - 1)
-        found = best_start(before, weights, times[:, 1:], last)
-        least[1:], below[1:] = found
-    return least, below
+        def searched(before: Floats) -> tuple[Floats, Ints]:
+            least, below = best_start(before, weights, times, every - 1)
+            return least + ran, below
+
+        return searched
+    between = ran[:, None] - times.T @ weights
+    between[every[:, None] <= every] = np.inf
+
+    def compared(before: Floats) -> tuple[Floats, Ints]:
+        total = before + between
+        below = total.argmin(axis=1)
+        return total[every, below], below
+
+    return compared
 
 
 def best_start(
@@ -137,34 +144,31 @@ def best_start(
     """
     rows = last.size
     stride = 1
-    while stride < rows:
+    while stride * FAN < rows:
         stride *= FAN
     least = np.empty(rows)
     found = np.zeros(rows + stride, dtype=int)
     found[rows:] = before.size - 1
-    here = np.zeros(1, dtype=int)
+    here = np.arange(0, rows, stride)
     below = here
-    above = here + rows
+    above = np.full_like(here, rows)
     while True:
         first = found[below]
         most = np.minimum(found[above], last[here])
         most = np.maximum(most, first)
         counts = most - first + 1
-        ends = np.cumsum(counts)
+        ends = counts.cumsum()
         starts = ends - counts
-        tried = np.arange(ends[-1])
-        tried += np.repeat(first - starts, counts)
+        row = here.repeat(counts)
+        tried = np.arange(row.size)
+        tried += (first - starts).repeat(counts)
         value = before[tried]
         for weight, time in zip(weights, times, strict=True):
-            took = np.repeat(time[here], counts)
-            value -= weight[tried] * took
+            value -= weight[tried] * time[row]
         least[here] = np.minimum.reduceat(value, starts)
-        is_least = value == np.repeat(least[here], counts)
-        hits = np.flatnonzero(is_least)
+        hits = np.flatnonzero(value == least[row])
         hits = hits[::-1]  # the first one of a row is written last
-        owner = np.searchsorted(ends, hits, side="right")
-        row = here[owner]
-        found[row] = tried[hits]
+        found[row[hits]] = tried[hits]
         if stride == 1:
             return least, found[:rows]
         coarse = stride

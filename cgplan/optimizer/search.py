@@ -178,12 +178,13 @@ class Pair:
         self._starts = np.empty_like(self._beyond)
         self._end = np.empty_like(self._after.parent)
         for k, before in enumerate(self._before):
-            found = best_start(
-                before,
-                passed,
-                second.times[:1],
-                held - 1,
-            )
+            if not k or (before != self._before[k - 1]).any():
+                found = best_start(
+                    before,
+                    passed,
+                    second.times[:1],
+                    held - 1,
+                )
             self._starts[k], self._end[k] = found
         self._starts[:, 0] = np.inf
 
@@ -222,16 +223,13 @@ class Pair:
     ) -> None:
         """Totals by graphs and the last size of the second lane."""
         second = self._problem.lanes[1]
-        times = second.times
-        took = weights * times
-        ran = took.sum(axis=0) + prices.of(second)
+        find = best_below(
+            weights,
+            second.times,
+            prices.of(second),
+        )
         for level in range(1, len(self._joined)):
-            least, below = best_below(
-                self._joined[level - 1],
-                weights,
-                times,
-            )
-            total = least + ran
+            total, below = find(self._joined[level - 1])
             is_less = total < self._joined[level]
             self._joined[level, is_less] = total[is_less]
             self._parent[level, is_less] = below[is_less]

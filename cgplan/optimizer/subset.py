@@ -139,10 +139,7 @@ def spread(
         own = groups[lane]
         own.sort(key=_tokens_of)
         stride = plan.query_len if lane.uniform else 1
-        sizes = np.zeros(len(own) + 1)
-        for n, key in enumerate(own, 1):
-            tokens = _tokens_of(key)
-            sizes[n] = tokens / stride
+        sizes = np.array([0, *map(_tokens_of, own)]) / stride
         rows = sizes[None]
         paths = best_paths(
             rows,
@@ -150,27 +147,23 @@ def spread(
             most,
         )
         padding[lane] = paths
-        cost = paths.cost[1:, -1]
-        less = -np.diff(cost)
-        less /= sizes[-1]
-        last = len(own) - 1
-        for gain in less[:last].tolist():
-            saved = (
-                gain,
-                lane.uniform,
-                -place,
+        cost = paths.cost[1 : len(own) + 1, -1]
+        less = -np.diff(cost) / sizes[-1]
+        for gain in less.tolist():
+            gains.append(
+                (
+                    gain,
+                    lane.uniform,
+                    -place,
+                )
             )
-            gains.append(saved)
     gains.sort(reverse=True)
-    left = most - len(lanes)
-    more = [-place for _, _, place in gains[:left]]
+    more = [-place for _, _, place in gains[: most - len(lanes)]]
     for place, lane in enumerate(lanes):
         own = groups[lane]
-        paths = padding[lane]
         number = 1 + more.count(place)
-        for index in paths.sizes(number, len(own)):
-            key = own[index - 1]
-            kept.add(key)
+        for index in padding[lane].sizes(number, len(own)):
+            kept.add(own[index - 1])
     return tuple(key for key in keys if key in kept)
 
 
