@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from itertools import count
 from pathlib import Path
@@ -63,10 +64,6 @@ def layer_of(module: str) -> str:
     return ([*module.split("."), ""])[1]
 
 
-def imports_of(tree: ast.AST) -> list[Import]:
-    return list(_walk(tree, at_import=True))
-
-
 def _walk(node: ast.AST, at_import: bool) -> Iterator[Import]:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import):
@@ -85,30 +82,33 @@ def _walk(node: ast.AST, at_import: bool) -> Iterator[Import]:
             yield from _walk(child, at_import and not deferred and not typing_only)
 
 
-IMPORTS = {
-    module_name(path): imports_of(ast.parse(path.read_text(encoding="utf-8"))) for path in MODULES
-}
+PATHS = {module_name(path): path for path in MODULES}
+
+
+@cache
+def imports_in(module: str) -> list[Import]:
+    return list(_walk(ast.parse(PATHS[module].read_text(encoding="utf-8")), at_import=True))
 
 
 def of_cgplan(module: str) -> list[Import]:
-    return [i for i in IMPORTS[module] if i.target.split(".")[0] == "cgplan"]
+    return [i for i in imports_in(module) if i.target.split(".")[0] == "cgplan"]
 
 
 def as_modules(found: Import) -> set[str]:
     """The modules that an import names: ``from cgplan.backends import tape`` names ``cgplan.backends.tape``."""
     inside = {f"{found.target}.{name}" for name in found.names}
-    return {found.target} | {name for name in inside if name in IMPORTS}
+    return {found.target} | {name for name in inside if name in PATHS}
 
 
 def test_every_package_has_its_place_in_the_order() -> None:
-    found = {layer_of(module) for module in IMPORTS} - {"", "__main__"}
+    found = {layer_of(module) for module in PATHS} - {"", "__main__"}
     assert found == set(FOLDERS)
 
 
 def test_folders_import_only_from_folders_above() -> None:
     """Deferred imports and those for type checkers count, too."""
     against = set()
-    for module in IMPORTS:
+    for module in PATHS:
         folder = layer_of(module)
         if folder in ("", "__main__"):
             continue
@@ -121,7 +121,7 @@ def test_folders_import_only_from_folders_above() -> None:
     assert against == set()
 
 
-@pytest.mark.parametrize("module", sorted(IMPORTS))
+@pytest.mark.parametrize("module", sorted(PATHS))
 def test_private_names_stay_in_their_package(module: str) -> None:
     for found in of_cgplan(module):
         if layer_of(found.target) == layer_of(module):
@@ -133,7 +133,7 @@ def test_private_names_stay_in_their_package(module: str) -> None:
 
 def test_only_the_choice_of_a_backend_names_one() -> None:
     named = {"cgplan.backends.cuda", "cgplan.backends.tape"}
-    users = {m for m in IMPORTS for i in of_cgplan(m) if as_modules(i) & named}
+    users = {m for m in PATHS for i in of_cgplan(m) if as_modules(i) & named}
     assert users == {"cgplan.backends"}
 
 
@@ -144,7 +144,7 @@ def test_the_name_of_the_tape_stands_in_one_place() -> None:
 
 def test_nothing_imports_the_command_line() -> None:
     users = {
-        m for m in IMPORTS for i in of_cgplan(m) if any(layer_of(n) == "cli" for n in as_modules(i))
+        m for m in PATHS for i in of_cgplan(m) if any(layer_of(n) == "cli" for n in as_modules(i))
     }
     assert {m for m in users if layer_of(m) not in ("cli", "__main__")} == set()
 
@@ -152,7 +152,7 @@ def test_nothing_imports_the_command_line() -> None:
 def test_no_import_cycles() -> None:
     """Deferred imports and those for type checkers count, too."""
     graph = {}
-    for module in set(IMPORTS) - {"cgplan"}:
+    for module in set(PATHS) - {"cgplan"}:
         named = set[str]().union(*map(as_modules, of_cgplan(module)))
         graph[module] = named - {module, "cgplan"}
     try:
@@ -161,9 +161,9 @@ def test_no_import_cycles() -> None:
         pytest.fail(f"modules import each other: {' -> '.join(error.args[1])}")
 
 
-@pytest.mark.parametrize("module", [m for m in sorted(IMPORTS) if layer_of(m) in WITHOUT_TORCH])
+@pytest.mark.parametrize("module", [m for m in sorted(PATHS) if layer_of(m) in WITHOUT_TORCH])
 def test_the_first_layers_do_not_mention_torch(module: str) -> None:
-    assert [i for i in IMPORTS[module] if i.target.split(".")[0] == "torch"] == []
+    assert [i for i in imports_in(module) if i.target.split(".")[0] == "torch"] == []
 
 
 def test_planning_runs_without_torch() -> None:
@@ -193,7 +193,7 @@ def test_type_checkers_see_what_is_there() -> None:
     """The imports under TYPE_CHECKING name the public surface, from where it is loaded."""
     homes = {
         name: found.target
-        for found in IMPORTS["cgplan"]
+        for found in imports_in("cgplan")
         if found.target.startswith("cgplan.") and not found.at_import
         for name in found.names
     }
@@ -390,7 +390,7 @@ def test_no_file_is_tiny() -> None:
 
 def test_no_folder_has_the_name_of_a_public_name() -> None:
     """Importing ``cgplan.capture.key`` would put the module in place of ``cgplan.capture``."""
-    assert not {m.split(".")[1] for m in IMPORTS if m != "cgplan"} & set(cgplan.__all__)
+    assert not {m.split(".")[1] for m in PATHS if m != "cgplan"} & set(cgplan.__all__)
 
 
 def test_public_names_have_docstrings() -> None:

@@ -7,12 +7,16 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from cgplan.cli.main import main
 from cgplan.errors import AuditError, ModelError
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
 
 SERVE = """
 import os, sys, time
@@ -83,13 +87,26 @@ def serve(tmp_path: Path) -> str:
     return str(path)
 
 
-def run(*command: str, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        watch(*command, options=options), capture_output=True, text=True, check=False, timeout=120
-    )
+@pytest.fixture
+def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    """The command in this process, which has torch already; its programs are processes of their own."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM)}
+
+    def ran(*command: str, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+        monkeypatch.setattr(sys, "argv", watch(*command, options=options)[2:])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        said = capfd.readouterr()
+        code = ended.value.code or 0
+        assert isinstance(code, int)
+        return subprocess.CompletedProcess(command, code, said.out, said.err)
+
+    yield ran
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
-def test_a_program_is_watched_to_its_end(serve: str, tmp_path: Path) -> None:
+def test_a_program_is_watched_to_its_end(run: Run, serve: str, tmp_path: Path) -> None:
     saved, page = tmp_path / "watch.json", tmp_path / "watch.html"
     done = run(sys.executable, serve, options=("--output", str(saved), "--html", str(page)))
     assert done.returncode == 0, done.stderr
@@ -101,7 +118,7 @@ def test_a_program_is_watched_to_its_end(serve: str, tmp_path: Path) -> None:
     assert '<p class="lead">All pointers are live: ' in page.read_text()
 
 
-def test_replaced_weights_are_told(serve: str) -> None:
+def test_replaced_weights_are_told(run: Run, serve: str) -> None:
     done = run(sys.executable, serve, "reload", options=("--fail-on-stale",))
     assert "Net.linear.weight" in done.stdout
     assert "are stale" in done.stdout
@@ -109,7 +126,7 @@ def test_replaced_weights_are_told(serve: str) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a forked process has no CUDA")
-def test_forked_processes_tell_of_their_own_graphs(tmp_path: Path) -> None:
+def test_forked_processes_tell_of_their_own_graphs(run: Run, tmp_path: Path) -> None:
     program = tmp_path / "forks.py"
     program.write_text(FORKS)
     done = run(sys.executable, str(program), options=("--json",))
@@ -121,7 +138,7 @@ def test_forked_processes_tell_of_their_own_graphs(tmp_path: Path) -> None:
     assert ", 2 graphs, 0 stale tensors" in done.stderr
 
 
-def test_a_program_without_graphs_has_a_report(tmp_path: Path) -> None:
+def test_a_program_without_graphs_has_a_report(run: Run, tmp_path: Path) -> None:
     saved = tmp_path / "watch.json"
     done = run(sys.executable, "-c", "print('serves')", options=("--output", str(saved)))
     assert done.returncode == 0, done.stderr
@@ -131,20 +148,20 @@ def test_a_program_without_graphs_has_a_report(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("code", ["print('serves')", "import torch"])
-def test_it_is_said_where_no_process_was_watched(code: str) -> None:
+def test_it_is_said_where_no_process_was_watched(run: Run, code: str) -> None:
     done = run(sys.executable, "-c", f"{code}; raise SystemExit(3)")
     assert done.returncode == 3, done.stderr
     assert "the command ended with exit code 3" in done.stderr
     assert ("no process imported torch" in done.stderr) is ("torch" not in code)
 
 
-def test_an_isolated_process_is_not_watched() -> None:
+def test_an_isolated_process_is_not_watched(run: Run) -> None:
     done = run(sys.executable, "-I", "-c", "print('serves')")
     assert "nothing was watched, no Python process got its PYTHONPATH" in done.stderr
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a forked process has no CUDA")
-def test_the_report_is_of_the_process_with_freed_memory(tmp_path: Path) -> None:
+def test_the_report_is_of_the_process_with_freed_memory(run: Run, tmp_path: Path) -> None:
     """Its parent has more stale tensors, which something still holds."""
     program = tmp_path / "forks.py"
     text = FORKS.replace("one.linear.weight = nn.Parameter(", "one.linear.weight.data = (")
@@ -157,7 +174,9 @@ def test_the_report_is_of_the_process_with_freed_memory(tmp_path: Path) -> None:
     assert [found["problem"] for found in json.loads(done.stdout)["stale"]] == ["free block"]
 
 
-def test_a_program_of_any_rank_is_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_program_of_any_rank_is_run(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     saved = tmp_path / "watch.json"
@@ -167,7 +186,7 @@ def test_a_program_of_any_rank_is_run(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="no such signal here")
-def test_the_handlers_of_the_program_stay() -> None:
+def test_the_handlers_of_the_program_stay(run: Run) -> None:
     code = """
 import os, signal
 signal.signal(signal.SIGUSR1, lambda *_: print("mine", flush=True))
@@ -177,14 +196,14 @@ os.kill(os.getpid(), signal.SIGUSR1)
     assert "mine" in run(sys.executable, "-c", code).stdout
 
 
-def test_replays_that_read_living_memory_go_on_and_json_stands_alone(serve: str) -> None:
+def test_replays_that_read_living_memory_go_on_and_json_stands_alone(run: Run, serve: str) -> None:
     done = run(sys.executable, serve, "3", options=("--every-replay", "--json"))
     assert done.returncode == 3, done.stderr  # that of the program
     assert "served (2, 8)" in done.stderr
     assert len(json.loads(done.stdout)["graphs"]) == 2
 
 
-def test_a_program_that_is_not_there_is_an_error() -> None:
+def test_a_program_that_is_not_there_is_an_error(run: Run) -> None:
     missing = run("no-such-program")
     assert missing.returncode == ModelError.exit_code
     assert "no-such-program" in missing.stderr
@@ -211,7 +230,7 @@ def test_a_signal_shows_the_table_so_far(serve: str) -> None:
     assert "All pointers are live" in output
 
 
-def test_a_program_that_is_killed_could_not_tell(tmp_path: Path) -> None:
+def test_a_program_that_is_killed_could_not_tell(run: Run, tmp_path: Path) -> None:
     program = tmp_path / "dies.py"
     program.write_text("import os, signal, torch\nos.kill(os.getpid(), signal.SIGKILL)\n")
     done = run(sys.executable, str(program))
@@ -221,7 +240,7 @@ def test_a_program_that_is_killed_could_not_tell(tmp_path: Path) -> None:
     assert not done.stdout
 
 
-def test_a_program_that_skips_its_exit_handlers_could_not_tell(serve: str) -> None:
+def test_a_program_that_skips_its_exit_handlers_could_not_tell(run: Run, serve: str) -> None:
     done = run(sys.executable, serve, "skip", options=("--json",))
     assert done.returncode == 0
     assert "died, or called os._exit, before it told of its graphs" in done.stderr
@@ -240,7 +259,7 @@ other.linear.weight = nn.Parameter(kept.clone())
 )
 
 
-def test_a_second_model_has_paths(tmp_path: Path) -> None:
+def test_a_second_model_has_paths(run: Run, tmp_path: Path) -> None:
     program = tmp_path / "two.py"
     program.write_text(TWO)
     done = run(sys.executable, str(program), options=("--json",))
