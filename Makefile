@@ -16,9 +16,10 @@ demo: $(STAMP)  ## capture and benchmark the reference decoder, and print both r
 	$(BIN)/cgplan capture --config configs/decoder_cpu.yaml
 	$(BIN)/cgplan bench --config configs/decoder_cpu.yaml
 
-# tests/conftest.py says which tests stay together, and puts the longest first: that order is kept.
+# tests/conftest.py says which tests stay together, and puts the longest first: that order is kept. Bytecode is written, or
+# each worker and each of the processes that tests start would compile the tests and the package again.
 test: $(STAMP)  ## all tests that need no GPU, in two processes
-	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile --no-loadscope-reorder
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile --no-loadscope-reorder
 
 test-gpu: $(STAMP)  ## the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu
