@@ -577,7 +577,7 @@ class CUDAGraphWrapper:
             if not in_pool and (type(tensor) is not Tensor or id(tensor) in ids_of_model()):
                 return tensor
             if in_pool and self.options.borrow_outputs:
-                tensor = backend.borrow(tensor)
+                tensor = backend.borrow(tensor).as_subclass(type(tensor))
             made = tensor.detach()
             renewable.add(id(made))
             if in_pool:

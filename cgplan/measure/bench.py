@@ -95,16 +95,17 @@ def bench(
             "bench --against needs inputs where only rows vary", remedy="Leave --against out."
         )
     by_box = [examples(runner, *box) for box in _boxes(runner)]
-    measured = _measured(runner, by_box, progress)
     peers = None
-    if against:
-        peers = bench_baselines(
-            runner,
-            [batches[0] for batches in by_box],
-            against,
-            seed=seed,
-            progress=progress,
-        )
+    with random_state_kept(runner.backend.device, runner.graphs.generators):
+        measured = _measured(runner, by_box, progress)
+        if against:
+            peers = bench_baselines(
+                runner,
+                [batches[0] for batches in by_box],
+                against,
+                seed=seed,
+                progress=progress,
+            )
     return BenchReport(**measured, peers=peers)
 
 
@@ -683,24 +684,22 @@ class Comparison:
         self._inputs: list[tuple[Tensor, Tensor]] = []
         for batch in batches:
             self._inputs += [(tensor, tensor.clone()) for tensor in batch.tensors.values()]
-        device = runner.backend.device
         self._state = _state_of(runner, batches, partial(BenchBatch.run, model=runner.model))
         self._generators = self._state.before.generators
         self._outputs: dict[int, Any] = {}
         self._unsteady = set[int]()
         self._draws = set[int]()
 
-        with random_state_kept(device, self._generators):
-            for batch in batches:
-                call = partial(batch.run, runner.model)
-                wanted = self._outputs[batch.size] = self._run(call, seed)
-                again = self._run(call, seed)
-                otherwise = self._run(call, seed + 1)
-                if deviation(again, wanted):
-                    self._unsteady.add(batch.size)
-                elif deviation(otherwise, wanted):
-                    self._draws.add(batch.size)
-            self.restore()
+        for batch in batches:
+            call = partial(batch.run, runner.model)
+            wanted = self._outputs[batch.size] = self._run(call, seed)
+            again = self._run(call, seed)
+            otherwise = self._run(call, seed + 1)
+            if deviation(again, wanted):
+                self._unsteady.add(batch.size)
+            elif deviation(otherwise, wanted):
+                self._draws.add(batch.size)
+        self.restore()
 
     def largest_first(self) -> list[BenchBatch]:
         return sorted(
@@ -806,10 +805,9 @@ class Comparison:
         if size in self._unsteady:
             return None, _UNSTEADY
         call = baseline.calls[size]
-        with random_state_kept(self.runner.backend.device, self._generators):
-            found = self._run(call, self.seed)
-            difference = deviation(found, self._outputs[size])
-            self.restore()
+        found = self._run(call, self.seed)
+        difference = deviation(found, self._outputs[size])
+        self.restore()
         if difference is None:
             return None, _UNLIKE
         redraws = baseline.stays_ready

@@ -84,6 +84,22 @@ def test_outputs_changed_in_place(
         same(runner(x=x), wanted)
 
 
+class Points(Tensor):
+    pass
+
+
+@pytest.mark.parametrize("outputs", ["clone", "borrow"])
+def test_outputs_of_a_subclass_stay_of_it(backend: GraphBackend, outputs: str) -> None:
+    def model(x: Tensor) -> tuple[Tensor, Tensor]:
+        return (x * 2).as_subclass(Points), x + 1
+
+    runner = open_runner(backend, model, compilation={"outputs": outputs})
+    for _ in range(2):
+        output = runner(x=square(backend))
+        assert list(map(type, output)) == [Points, Tensor]
+        same(output, model(square(backend)))
+
+
 def test_models_that_return_no_tensor(backend: GraphBackend) -> None:
     total = torch.zeros(3, device=backend.device)
     for returned in (None, (), {"a": 3}):

@@ -379,7 +379,10 @@ def test_models_whose_next_call_says_something_else(backend: GraphBackend, does:
     model = Counts(*does.split()).to(backend.device)
     model.generator = torch.Generator(backend.device).manual_seed(3)
     runner = open_runner(backend, model)
+    generators = (model.generator, torch.default_generator)
+    before = [generator.get_state() for generator in generators]
     bench(runner)
+    same([generator.get_state() for generator in generators], before)
     count = model.count.clone()
     batches = [examples(runner, size)[0] for size in (3, 4)]
     inputs = [batch.inputs["x"].clone() for batch in batches]
