@@ -886,6 +886,9 @@ class Rehearsal:
     def _refuse_rebound(self, found: Footprint) -> None:
         changed = self._changed
         stale = [path for path in found.stale if path in changed]
+        for change in found.rebound:
+            if not is_ignored(change.path, self._graphs.config.compilation.ignore):
+                stale.append(str(change))
         if stale:
             raise CaptureError(
                 f"an eager piece reads {_listed(stale)}, which graph code binds on each call; a "

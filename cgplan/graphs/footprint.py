@@ -77,6 +77,7 @@ class Footprint:
         operators: Calls by part and name, without views and bare allocations.
         stale: Paths that graph code bound and an eager piece read.
         carried: Changes by eager pieces of objects that the run made.
+        rebound: Changes by graph code of objects that an eager piece was given.
         packages_that_ask: Whose graph code asks for a capture.
         capture_visible_because: The host sync for which they see it.
         written, storages_read: Ids of storages.
@@ -97,6 +98,7 @@ class Footprint:
     aside: set[str] = field(default_factory=set)
     stale: set[str] = field(default_factory=set)
     carried: list[Change] = field(default_factory=list)
+    rebound: list[Change] = field(default_factory=list)
     error: str | None = None
     packages_that_ask: set[str] = field(default_factory=set)
     capture_visible_because: CaptureError | None = None
@@ -288,6 +290,11 @@ class Look(DispatchMode):
         self._of_state = self._state.container_ids()
         self._in_piece = False
         self._of_piece = set[int]()  # ids of its arguments
+        self._given = dict[int, object]()  # to pieces, by id
+        self._left = Fingerprint(  # of these, after the last piece
+            {},
+            self._state.device,
+        )
         self._made_by_pieces = dict[int, weakref.ref[torch.Tensor]]()
         self._bound_by_graphs: dict[str, object] = {}
         self._derived_by_pieces: dict[Any, Any] = {}
@@ -491,15 +498,15 @@ class Look(DispatchMode):
         if not self._in_piece:  # not inside a piece
             self._of_piece = set(map(id, tensors_in((args, kwargs))))
             self._bound_by_graphs |= _others(self._last_changes, self._changes())
-        made = dict[str, Any]()  # replays give lists and dicts anew
+            self.found.rebound += self._left.changes().values()
+        made = dict[int, object]()  # replays give lists and dicts anew
         for leaf in tree_leaves((args, kwargs)):
-            is_held = isinstance(leaf, Module | torch.Tensor)
-            if not is_held and id(leaf) not in self._of_state:
-                made[f"{type(leaf).__name__} {len(made)}"] = leaf
-        given = Fingerprint.of(
-            made,
-            self._state.device,
-        )
+            if isinstance(leaf, Module | torch.Tensor):
+                continue
+            self._given[id(leaf)] = leaf
+            if id(leaf) not in self._of_state:
+                made[id(leaf)] = leaf
+        given = self._record_of(made)
         try:
             with (
                 replaced(self, _in_piece=True),
@@ -526,12 +533,26 @@ class Look(DispatchMode):
         now = self._changes()
         bound = self._bound_by_graphs
         if not self._in_piece:
+            self._left = self._record_of(self._given)
             before = {**self._last_changes, **bound}
             self.found.aside |= _others(before, now).keys()
         self._last_changes = now
         for path, value in list(bound.items()):
             if not is_same(now.get(path, ABSENT), value):
                 del bound[path]
+
+    def _record_of(
+        self,
+        objects: Mapping[int, object],
+    ) -> Fingerprint:
+        roots = dict[str, object]()
+        for item in objects.values():
+            name = type(item).__name__
+            roots[f"{name} {len(roots)}"] = item
+        return Fingerprint.of(
+            roots,
+            self._state.device,
+        )
 
     def _follow_piece(
         self,
@@ -591,6 +612,7 @@ class Look(DispatchMode):
         found = self.found
         if found.error is None:
             self._go_on_in(self._part)
+            found.rebound += self._left.changes().values()
         for known in self._random.values():
             known.generator.set_state(known.states[0])
         found.host_sync = self.refusals.first

@@ -1919,6 +1919,46 @@ class CachesAnew(nn.Module):
         return self.piece(x * 1, Layer(), Layer()) * 1  # type: ignore[no-any-return]
 
 
+class Place:
+    layer = 0
+
+
+class Layers(nn.Module):
+    """One object goes through all pieces, which read what graph code sets between them."""
+
+    class Piece(nn.Module):
+        def forward(self, x: Tensor, place: Place) -> Tensor:
+            return x * (place.layer + 1)
+
+    def __init__(self, place: Place | None) -> None:
+        super().__init__()
+        self.pieces = nn.ModuleList([self.Piece(), self.Piece()])
+        self.place = place
+
+    def forward(self, x: Tensor) -> Tensor:
+        place = self.place or Place()
+        for layer, piece in enumerate(self.pieces):
+            place.layer = layer
+            x = x + piece(x * 2, place)
+        return x
+
+
+@pytest.mark.parametrize("place", [None, Place()])
+def test_an_object_that_graph_code_changes_between_eager_pieces_is_refused(
+    backend: GraphBackend, place: Place | None
+) -> None:
+    options = {"cudagraph_mode": "PIECEWISE", "splitting_modules": ["pieces.*"]}
+    told = r"reads Place 0\.layer \(it was 0 and is 1\), which graph code binds"
+    with pytest.raises(CaptureError, match=told):
+        open_runner(backend, Layers(place), **options)
+    model = Layers(place)
+    ignored = {"ignore": ["Place 0.layer"], "verify": "off"}
+    open_runner(backend, model, **options, **ignored).close()
+    with closing(open_runner(backend, model, cudagraph_mode="FULL")) as runner:
+        x = torch.rand(3, 2, device=backend.device)
+        same(runner(x=x), model(x))
+
+
 def test_a_cache_of_each_call_that_an_eager_piece_fills_is_refused(backend: GraphBackend) -> None:
     model = CachesAnew().eval()
     options = {"cudagraph_mode": "PIECEWISE", "splitting_modules": ["piece"]}
