@@ -28,7 +28,7 @@ from cgplan.backends.host_sync import storages_of
 from cgplan.captures.failures import drop_locals, explain_failure, raise_caused
 from cgplan.captures.model_graphs import REBUILD_AND_WARM_UP, ModelGraphs, Rehearsal
 from cgplan.errors import CaptureError, CaptureMemoryError
-from cgplan.graphs.footprint import OutsideLog, WriteSaver
+from cgplan.graphs.footprint import RunLog
 from cgplan.modes import Key
 from cgplan.planning.plan import Lane
 from cgplan.reports.records import GraphRecord
@@ -289,25 +289,25 @@ class Capturer:
         graphs = self._graphs
         outside = graphs.facts.outside
         put_back = rehearsal.put_back
-        is_compiled = put_back.before.is_compiled  # its kernels show no operators
-        storages = put_back.storages
-        device = graphs.backend.device.type
+        found = rehearsal.footprints[key[0]]
+        # compiled kernels show no operators; after a look that failed this run fails, too
+        can_watch = not put_back.before.is_compiled and found.error is None
         for _ in range(times):
-            log: Any = nullcontext()
-            # other sizes read others outside, and runs after first use write other state
-            if outside or (put_back.has_first_use and not is_compiled):
+            log: RunLog | None = None
+            # other sizes write and read other tensors, and so do runs after first use
+            is_other = put_back.is_first_run or put_back.has_first_use
+            if outside or (can_watch and is_other):
                 tensors = [*put_back.before.tensors, *graphs.views(key[1]).values()]
-                log = OutsideLog(
-                    device,
-                    storages,
+                log = RunLog(
+                    graphs.backend.device.type,
+                    put_back.storages,
                     storages_of(tensors),
                 )
-            elif put_back.needs_saver and rehearsal.footprints[key[0]].error is None:
-                # after a look that failed this run fails, too, as it would without a mode
-                log = WriteSaver(device, storages)
-            with rehearsal.judged_run(key[0]), log:
+            with rehearsal.judged_run(key[0]), log or nullcontext():
                 graphs.warm_up(key)
-            if outside:
+                if log:
+                    found.reads |= log.outside.read_of(put_back.last, found.aside)
+            if log and outside:
                 graphs.facts.outside += log.outside.tensors()
         graphs.backend.synchronize()
 

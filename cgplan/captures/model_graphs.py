@@ -681,6 +681,9 @@ class Rehearsal:
         because = self._late_syncs.get(mode)
         with span("look"):
             found = look_at(capture_visible_because=because)
+            put_back = self.put_back
+            if put_back.before.is_compiled and put_back.has_first_use and found.error is None:
+                found.reads |= look_at(capture_visible_because=because).reads
             if because is None and found.packages_that_ask and found.host_sync is not None:
                 found = look_at(capture_visible_because=found.host_sync)
         if found.seeded is not None:
@@ -904,7 +907,9 @@ class Rehearsal:
             )
         refused = self.put_back.rebound(found.reads, changed)
         for path, change in changed.items():
-            if change.is_reshaped and not is_within(path, found.aside):
+            if path in refused or is_within(path, found.aside):
+                continue
+            if change.is_reshaped:
                 refused.append(path)
         if refused:
             raise CaptureError(

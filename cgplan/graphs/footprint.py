@@ -51,7 +51,7 @@ from cgplan.backends.host_sync import (
 )
 from cgplan.backends.replacing import answering, replaced, setting
 from cgplan.errors import CaptureError, first_line
-from cgplan.graphs.fingerprint import ABSENT, Change, Fingerprint, is_same, is_tensor
+from cgplan.graphs.fingerprint import ABSENT, Change, Fingerprint, is_same, is_tensor, is_within
 from cgplan.graphs.put_back import PutBack
 from cgplan.graphs.written import WrittenStorages
 
@@ -157,6 +157,20 @@ class Outside:
                 self._known.add(storage)
                 self._made.append(weakref.ref(tensor))
 
+    def read_of(
+        self,
+        changes: Mapping[str, Change],
+        aside: Collection[str],
+    ) -> dict[str, torch.Tensor]:
+        """What it read of ``changes``, but of eager pieces."""
+        found = dict[str, torch.Tensor]()
+        for path, change in changes.items():
+            if not is_tensor(change.now) or is_within(path, aside):
+                continue
+            if storage_id(change.now) in self._read:
+                found[path] = change.now
+        return found
+
     def tensors(
         self,
         model: Collection[int] = (),
@@ -170,35 +184,16 @@ class Outside:
         return found
 
 
-class WriteSaver(OperatorMode):
-    def __init__(
-        self,
-        device: str,
-        storages: WrittenStorages,
-    ) -> None:
-        super().__init__(device)
-        self._storages = storages
-
-    def see(
-        self,
-        func: Any,
-        args: Args,
-        kwargs: Kwargs,
-    ) -> Any:
-        if isinstance(func, torch._ops.OpOverload):
-            self._storages.save(written_tensors(func, args, kwargs), looks=False)
-        return self.run(func, args, kwargs)
-
-
-class OutsideLog(WriteSaver):
+class RunLog(OperatorMode):
     def __init__(
         self,
         device: str,
         storages: WrittenStorages,
         known: Iterable[int],
     ) -> None:
-        super().__init__(device, storages)
+        super().__init__(device)
         self.outside = Outside(known)
+        self._storages = storages
         self._found = Footprint()
         storages.watched = self._found.written, self._found.overwritten
 
@@ -208,12 +203,18 @@ class OutsideLog(WriteSaver):
         args: Args,
         kwargs: Kwargs,
     ) -> Any:
-        result = super().see(func, args, kwargs)
-        given = {storage_id(tensor): tensor for tensor in tensors_in((args, kwargs))}
-        self.outside.note(given, tensors_in(result))
         is_plain = isinstance(func, torch._ops.OpOverload)
+        written = written_tensors(func, args, kwargs) if is_plain else []
+        self._storages.save(written, looks=False)
+        result = self.run(func, args, kwargs)
+        given = dict[int, torch.Tensor]()
+        for tensor in tensors_in((args, kwargs)):
+            given[storage_id(tensor)] = tensor
+        self.outside.note(
+            given,
+            tensors_in(result),
+        )
         if is_plain and not implemented_in_python(func, self.device.upper()):
-            written = written_tensors(func, args, kwargs)
             note_writes(
                 self._found,
                 func,

@@ -47,6 +47,7 @@ from cgplan.graphs.written import (
     Uses,
     WrittenStorages,
     by_address,
+    version_of,
 )
 from cgplan.modes import Key
 
@@ -247,6 +248,7 @@ class PutBack:
                 known.first = self.last[path].now
                 known.is_captured = False
         for written in self.storages.by_address.values():
+            written.version = version_of(written.tensor)
             if written.is_small and written.path in self.storages.newly_written:
                 written.is_captured = False
                 written.after_first = written.now = written.storage.clone()
@@ -328,14 +330,6 @@ class PutBack:
     def is_first_run(self) -> bool:
         """Whether the next run is a key's first."""
         return self.key not in self._runs
-
-    @property
-    def needs_saver(self) -> bool:
-        """Whether it may write state that no look saw written, and no version shows or no copy
-        holds. Compiled kernels show no operators.
-        """
-        is_unseen = self.is_first_run and self.storages.has_unseen_state
-        return is_unseen and not self.before.is_compiled
 
     @property
     def prepared(self) -> list[str]:

@@ -107,6 +107,7 @@ class Written:
         is_filled_again: A run changed what another one computed.
         now: Its bytes, if small: kernels may write without a version.
         after_first: Those that its first run computed.
+        seen: Whether the last watched run of a key wrote it, if it has no version.
     """
 
     path: str
@@ -121,6 +122,7 @@ class Written:
     is_filled_again: bool = False
     now: torch.UntypedStorage | None = None
     after_first: torch.UntypedStorage | None = None
+    seen: dict[object, bool] = field(default_factory=dict)
 
     @property
     def is_small(self) -> bool:
@@ -130,9 +132,9 @@ class Written:
         self,
         run: Run,
         *,
-        is_seen: bool,
+        is_seen: bool | None,
     ) -> None:
-        """``is_seen``: an operator wrote it, perhaps what was there."""
+        """``is_seen``: an operator wrote it, perhaps what was there; None: unwatched."""
         uses = self.uses
         version = version_of(self.tensor)
         versions = (version or 0) - (self.version or 0)
@@ -141,7 +143,10 @@ class Written:
         if self.is_small:
             has_written |= self._has_other_bytes(run)
         elif version is None:
-            has_written = True
+            if is_seen is not None:
+                self.seen[run.key] = is_seen
+            default = not self.seen or any(self.seen.values())
+            has_written = self.seen.get(run.key, default)
         self.shows |= has_written
         if has_written or is_seen:
             uses.count(run, versions)
@@ -195,7 +200,8 @@ class WrittenStorages:
 
     Attributes:
         copied: Bytes by kind of copy.
-        watched: Ids of storages that operators of this run wrote, and, of those, overwrote unread.
+        watched: Ids of storages that operators of this run wrote, and, of those, overwrote unread,
+            if operators were watched.
         newly_written: Paths of tensors that the last run wrote, and another one did not.
         lost: Paths of tensors that were copied only after a run had written them.
     """
@@ -211,7 +217,7 @@ class WrittenStorages:
         self.newly_written: list[str] = []
         self.lost: list[str] = []
         self._unowned: dict[int, _Unowned] = {}
-        self.watched = set[int](), set[int]()
+        self.watched: tuple[set[int], set[int]] | None = None
         self.of_model = by_address(before)
         self._versioned = list[Place]()
         self._versions = list[int]()  # ahead of the run
@@ -219,7 +225,6 @@ class WrittenStorages:
             if place.value.layout is torch.strided and not place.value.is_inference():
                 self._versioned.append(place)
         self._copies: dict[int, Written] = {}  # ahead of writes that no look saw
-        self._unseen = set[int]()  # addresses of state that operators alone show
         for address, (path, tensor) in self.of_model.items():
             storage = tensor.untyped_storage()
             if type(tensor) is torch.nn.Parameter or not storage.nbytes():
@@ -230,12 +235,6 @@ class WrittenStorages:
                     tensor,
                     storage,
                 )
-            if storage.nbytes() > _SMALL or tensor.is_inference():
-                self._unseen.add(address)
-
-    @property
-    def has_unseen_state(self) -> bool:
-        return not self._unseen <= self.by_address.keys()
 
     def save(
         self,
@@ -351,7 +350,6 @@ class WrittenStorages:
         run: Run,
     ) -> None:
         self.newly_written = []
-        seen, overwritten = self.watched
         with torch._C.DisableTorchFunction():
             for place, version in zip(self._versioned, self._versions, strict=True):
                 if place.value._version == version:
@@ -368,15 +366,18 @@ class WrittenStorages:
                         self.lost.append(place.path)
                 self.by_address[address] = written
             for written in self.by_address.values():
-                storage = written.storage._cdata
-                is_seen = storage in seen
-                if is_seen:
-                    written.uses.overwrites[run.number] = storage in overwritten
+                is_seen = None
+                if self.watched is not None:
+                    seen, overwritten = self.watched
+                    storage = written.storage._cdata
+                    is_seen = storage in seen
+                    if is_seen:
+                        written.uses.overwrites[run.number] = storage in overwritten
                 written.count_run(run, is_seen=is_seen)
                 if run.number in written.uses.runs and written.uses.skipped:
                     self.newly_written.append(written.path)
         self._unowned.clear()
-        self.watched = set[int](), set[int]()
+        self.watched = None
 
     def clear(self) -> None:
         """Drop copies: an exception's frames may hold this object for long."""

@@ -20,7 +20,7 @@ from cgplan.backends.blame import blamed_line
 from cgplan.backends.tape import TapeBackend
 from cgplan.errors import CaptureError, HostSyncError
 from cgplan.graphs.fingerprint import Fingerprint
-from cgplan.graphs.footprint import OutsideLog
+from cgplan.graphs.footprint import RunLog
 from cgplan.graphs.put_back import PutBack
 
 pytestmark = pytest.mark.usefixtures("quiet_collector")
@@ -299,5 +299,5 @@ def test_writes_that_torch_counts_in_no_mode_count_where_operators_are_logged() 
     with torch.no_grad():
         alone = writes()
         put_back = PutBack(Fingerprint.of({}, cache.device), 0)
-        with OutsideLog("cpu", put_back.storages, ()):
+        with RunLog("cpu", put_back.storages, ()):
             assert writes() == alone

@@ -1776,10 +1776,14 @@ class FirstBatchDiffers(nn.Module):
 
 @pytest.mark.parametrize("way", ["FULL", "lazy", "AUTO", "warm_up", "eager"])
 @pytest.mark.parametrize("later", ["", "two writes", "as many writes", "the same operator"])
+@pytest.mark.parametrize("holds_compiled", [False, True])
 def test_statistics_that_the_first_batch_begins_are_not_of_padding(
-    backend: GraphBackend, later: str, way: str
+    backend: GraphBackend, holds_compiled: bool, later: str, way: str
 ) -> None:
     model, plain = (FirstBatchDiffers(later).to(backend.device).eval() for _ in range(2))
+    if holds_compiled:
+        model.lin = nn.Linear(2, 2, device=backend.device)
+        model.lin.compile(backend="eager", dynamic=True)
     run: Any = model
     if way == "FULL":
         with pytest.raises(CaptureError, match="mean on first use"):
@@ -1793,12 +1797,16 @@ def test_statistics_that_the_first_batch_begins_are_not_of_padding(
 
 
 class WritesInOneSize(nn.Module):
-    """Counts batches of one size in a tensor too large to be copied unseen."""
+    """Counts batches of one size in a tensor too large to be copied unseen, or as told."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, how: str = "large") -> None:
         super().__init__()
         self.size = size
-        self.register_buffer("counts", torch.zeros(400_000))
+        counts = torch.zeros(400_000 if how == "large" else 2)
+        if how == "parameter":
+            self.counts: Tensor = nn.Parameter(counts, requires_grad=False)
+        else:
+            self.register_buffer("counts", counts)
 
     def forward(self, x: Tensor) -> Tensor:
         if len(x) == self.size:
@@ -1806,12 +1814,13 @@ class WritesInOneSize(nn.Module):
         return x + self.counts[:2]
 
 
+@pytest.mark.parametrize("how", ["large", "parameter"])
 @pytest.mark.parametrize("warmups", ["auto", 1])
 @pytest.mark.parametrize("size", [4, 2, 1])
-def test_a_large_tensor_that_one_size_writes_is_put_back(
-    backend: GraphBackend, size: int, warmups: Any
+def test_a_tensor_that_one_size_writes_is_put_back(
+    backend: GraphBackend, size: int, warmups: Any, how: str
 ) -> None:
-    model, plain = (WritesInOneSize(size).to(backend.device).eval() for _ in range(2))
+    model, plain = (WritesInOneSize(size, how).to(backend.device).eval() for _ in range(2))
     with closing(open_runner(backend, model, cudagraph_num_of_warmups=warmups)) as runner:
         assert [record.kept for record in runner.report.state] == ["device"]
         for rows in 2 * (4, 2, 1):
@@ -1846,6 +1855,52 @@ def test_a_large_tensor_made_in_inference_mode_that_one_size_writes_is_put_back(
             each.counts = torch.zeros(400_000, device=backend.device)
         with closing(open_runner(backend, model)) as runner:
             for rows in 2 * (4, 2, 1):
+                x = torch.rand(rows, 2, device=backend.device)
+                same(runner(x=x), plain(x))
+
+
+class CountsInAPiece(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.piece = WritesInOneSize(2, "small")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.piece(x * 2) + 1  # type: ignore[no-any-return]
+
+
+def test_a_counter_that_an_eager_piece_of_a_middle_size_writes_is_put_back(
+    backend: GraphBackend,
+) -> None:
+    model, plain = (CountsInAPiece().to(backend.device).eval() for _ in range(2))
+    options = {"cudagraph_mode": "PIECEWISE", "splitting_modules": ["piece"]}
+    with closing(open_runner(backend, model, **options)) as runner:
+        for rows in 2 * (4, 2, 1):
+            x = torch.rand(rows, 2, device=backend.device)
+            same(runner(x=x), plain(x))
+
+
+class FoldsItsWeight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(400_000))
+        self.is_folded = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_folded:
+            self.weight.mul_(0.5)
+            self.is_folded = True
+        return x * self.weight[:2]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_large_weight_that_first_use_changes_stays_with_its_flag(
+    backend: GraphBackend, inference: bool, policy: str
+) -> None:
+    with torch.inference_mode() if inference else torch.no_grad():
+        model, plain = (FoldsItsWeight().to(backend.device).eval() for _ in range(2))
+        with closing(open_runner(backend, model, capture_policy=policy)) as runner:
+            for rows in (4, 1, 2, 3, 9):
                 x = torch.rand(rows, 2, device=backend.device)
                 same(runner(x=x), plain(x))
 

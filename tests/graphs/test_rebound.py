@@ -243,6 +243,19 @@ def test_what_dynamo_traces_again_on_each_run_is_refused(
         open_runner(backend, Model(backend, change), "ops")
 
 
+def adds_to_what_began_as_none(model: Model, x: Tensor) -> Tensor:
+    model.last = x.sum(0) if model.last is None else x.sum(0) + model.last
+    return x + model.last
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_state_that_begins_as_none_and_is_read_and_bound_again_is_refused(
+    backend: GraphBackend, way: str
+) -> None:
+    with pytest.raises(CaptureError, match="the forward reads last and binds it again"):
+        open_runner(backend, Model(backend, adds_to_what_began_as_none), way)
+
+
 def keeps_its_result(model: Model, x: Tensor) -> Tensor:
     model.last = x * 2
     return model.last + 0
