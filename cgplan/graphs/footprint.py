@@ -117,10 +117,17 @@ def note_writes(
     found: Footprint,
     func: Any,
     leaves: Iterable[Any],
-    given: Iterable[int],
+    given: Collection[int],
     written: set[int],
+    results: Iterable[torch.Tensor],
 ) -> None:
     """``given``, ``written``: storage ids."""
+    made = set(map(storage_id, results))
+    made.difference_update(given)
+    # ids of storages that the run has freed
+    found.written -= made
+    found.overwritten -= made
+    found.storages_read -= made
     found.written |= written
     overwrites = func._opname in _OVERWRITES
     if overwrites:  # but with `accumulate` or `reduce`
@@ -210,10 +217,8 @@ class RunLog(OperatorMode):
         given = dict[int, torch.Tensor]()
         for tensor in tensors_in((args, kwargs)):
             given[storage_id(tensor)] = tensor
-        self.outside.note(
-            given,
-            tensors_in(result),
-        )
+        results = tensors_in(result)
+        self.outside.note(given, results)
         if is_plain and not implemented_in_python(func, self.device.upper()):
             note_writes(
                 self._found,
@@ -221,6 +226,7 @@ class RunLog(OperatorMode):
                 leaves_of(args, kwargs),
                 given,
                 set(map(storage_id, written)),
+                results,
             )
         return result
 
@@ -410,6 +416,7 @@ class Look(DispatchMode):
             leaves,
             given,
             ids_written,
+            results,
         )
         if func._opname.startswith("_foreach_"):
             count_writes(func, args, kwargs)

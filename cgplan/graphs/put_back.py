@@ -423,7 +423,6 @@ class PutBack:
     def restore(self) -> None:
         """Undo changes for good. The device is idle."""
         made = self.made
-        self.last = self.before.changes()
         of_made = set[int]()  # runs
         of_undone = set[int]()  # that may be a tensor's flag
         for path, known in self._bound.items():

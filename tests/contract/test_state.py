@@ -34,6 +34,7 @@ import cgplan
 from cgplan import AddressError, CaptureError, GraphRunner, Input
 from cgplan.backends import GraphBackend, select_backend
 from cgplan.backends.context import current_forward_context
+from cgplan.backends.host_sync import storage_id
 from cgplan.graphs.footprint import current_look
 from cgplan.modes import CUDAGraphMode
 
@@ -797,6 +798,48 @@ def test_a_table_behind_a_hidden_flag_stays_filled(
         ) as runner:
             same(runner(x=x), plain(x))
             same(model(x), plain(x))
+
+
+class CacheAtAFreedAddress(nn.Module):
+    """Its cache has the storage id of a tensor that the same run had read and freed."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, device=device))
+        self.values: Tensor | None = None
+
+    def forward(self, x: Tensor, places: Tensor) -> Tensor:
+        freed = self.weight + 1
+        freed_id = storage_id(freed)
+        rows = x * (freed * 2)
+        del freed
+        if self.values is None:
+            tried = []
+            for _ in range(10_000):
+                tried.append(torch.zeros(32, 2, device=x.device))
+                if storage_id(tried[-1]) == freed_id:
+                    break
+            else:
+                pytest.skip("the address was not used again")
+            self.values = tried[-1]
+        self.values.index_copy_(0, places, rows)
+        return self.values[places] * self.weight
+
+
+def test_a_cache_made_at_the_address_of_a_freed_tensor_is_captured(backend: GraphBackend) -> None:
+    model = CacheAtAFreedAddress(backend.device).requires_grad_(False)
+    inputs = {
+        "x": Input(shape=("num_tokens", 2), dtype="float32", pad=0),
+        "places": Input(shape=("num_tokens",), dtype="int64", pad=0),
+    }
+    compilation = {"cudagraph_capture_sizes": [1, 2]}
+    capture = partial(cgplan.capture, compilation=compilation, device=backend.device.type)
+    with closing(capture(model, inputs)) as runner:
+        batch = {
+            "x": torch.rand(2, 2, device=backend.device),
+            "places": torch.arange(2, device=backend.device),
+        }
+        same(runner(**batch), model(**batch))
 
 
 def test_a_table_made_of_padding_behind_a_hidden_flag_is_refused(backend: GraphBackend) -> None:
