@@ -369,7 +369,8 @@ def _check_loads(config: Config, loads: Loads) -> None:
 def _refuse_varlen(config: Config) -> None:
     if config.speculative.varlen_decode and config.compilation.key_rules == "vllm_v2":
         raise PlanError(
-            "graphs of speculative.varlen_decode are neither planned for traffic nor emitted",
+            "decode graphs of any number of drafts (speculative.varlen_decode) are neither planned "
+            "for traffic nor emitted",
             remedy="Leave out --traffic and --emit, or set speculative.varlen_decode: false.",
         )
 

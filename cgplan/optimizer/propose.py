@@ -539,6 +539,13 @@ class PlannedGraphs:
                 "Give --costs FILE (a capture report), --costs estimate or --costs measure; "
                 "without it they bound the capture alone, which drops what does not fit"
             )
+        unsure = [*run.times.unsure]
+        has_adapters = any(use.num_active_loras for use in run.uses)
+        if has_adapters and not any(curve.num_active_loras for curve in run.times.curves):
+            unsure.append(
+                "steps with adapters were not measured: taken as "
+                f"{run.times.lora_overhead:.0%} longer"
+            )
         binding = self._binding()
         price = inputs.price(plan.keys)
         evidence = Evidence(
@@ -577,7 +584,7 @@ class PlannedGraphs:
                 key.num_tokens > run.times.measured_to(mode, key.num_active_loras)
                 for mode, key in plan.keys
             ),
-            unsure=run.times.unsure,
+            unsure=tuple(unsure),
             unbounded=unbounded,
             padding=run.padding,
             left_out=_by_lane(self._left_out()),
@@ -768,19 +775,12 @@ class PlannedGraphs:
 
     def _notes(self) -> Iterator[str]:
         plan = self.plan
-        times = self.run.times
         planned = self.inputs.lora_cases
         merged = [str(case) for case in plan.lora_cases if case not in planned]
         if merged:
             yield (
                 f"LoRA cases {', '.join(merged)} were not planned for: their step times are those "
                 "of larger cases; to have them weighed, measure them with num_active_loras"
-            )
-        if max(plan.lora_cases) > 0 and not any(
-            measured.num_active_loras for measured in times.curves
-        ):
-            yield (
-                f"steps with adapters were not measured: taken as {times.lora_overhead:.0%} longer"
             )
         if plan.budget.get("max_graphs", 0) > MOST_GRAPHS:
             yield f"no more than {MOST_GRAPHS} graphs were planned for"

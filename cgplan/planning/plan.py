@@ -122,10 +122,10 @@ class Lane(NamedTuple):
         return self.mode, BatchDescriptor(num_tokens, reqs, self.uniform, case > 0, case, sizes)
 
     def __str__(self) -> str:
-        """``FULL uniform, 2 adapters``."""
+        """``FULL uniform, LoRA case 2``."""
         name = f"{self.mode} uniform" if self.uniform else str(self.mode)
         if self.num_active_loras:
-            name = f"{name}, {counted(self.num_active_loras, 'adapter')}"
+            name = f"{name}, LoRA case {self.num_active_loras}"
         return name
 
 

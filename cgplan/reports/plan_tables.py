@@ -123,10 +123,13 @@ def _rows(plan: Plan) -> Iterator[Fact]:
     yield from head_rows(plan)
     yield "batches", _served_by(plan)
     if plan.query_len > 1:
-        yield "query length", f"{plan.query_len} tokens of each request in uniform decode"
+        least = "1 to " if any(key.max_query_len for _, key in plan.keys) else ""
+        yield "query length", f"{least}{plan.query_len} tokens of each request in uniform decode"
     if plan.max_loras is not None:
         cases = ", ".join(map(str, plan.lora_cases))
-        yield "LoRA cases", f"{cases} active adapters ({plan.max_loras + 1}: any number)"
+        most = plan.max_loras
+        any_number = f"{most + 1}: any number up to max_loras {most}"
+        yield "LoRA cases", f"{cases} active adapters ({any_number})"
     cost = plan.predicted
     if not cost:
         return
@@ -233,11 +236,11 @@ def _sizes(plan: Plan) -> str:
 
 def _served_by(plan: Plan) -> str:
     """Uniform decode without graphs of its own takes those of mixed batches."""
-    modes = {lane.uniform: lane.mode for lane in reversed(plan.lanes())}
-    mixed = modes.get(False, "eager")
+    captured = {mode: mode for mode, _ in plan.keys}
+    mixed = captured.get(plan.mode.mixed_mode(), "eager")
     if not plan.mode.separate_routine():
         return f"all: {mixed}"
-    return f"uniform decode: {modes.get(True, mixed)}; mixed: {mixed}"
+    return f"uniform decode: {captured.get(plan.mode.decode_mode(), mixed)}; mixed: {mixed}"
 
 
 def lane_table(plan: Plan) -> RenderableType | None:
@@ -295,7 +298,7 @@ def _padding(plan: Plan) -> RenderableType:
         title = " and ".join(names)
         if plan.max_loras is not None:
             cases = sorted({lane.num_active_loras for lane in lanes})
-            title += f"; {', '.join(map(str, cases))} active adapters"
+            title += f"; LoRA cases {', '.join(map(str, cases))}"
         if len(alike) > 1:
             title += f": {len(sizes)} ({describe_sizes(sizes)})"
         tables.append(titled(title, _padding_table(sizes, beyond)))
@@ -348,7 +351,7 @@ def _answer(
     if evidence.expected_us.eager is not None:
         times += f"; eager takes {format_microseconds(evidence.expected_us.eager)} a step"
     rows.append(("step times", times))
-    rows += [row for row in head_rows(plan) if row[0] == "mode"]
+    rows += [row for row in _rows(plan) if row[0] in ("mode", "LoRA cases")]
     if sizes:
         rows.append(("sizes", sizes))
         share = sum(use.share for use in evidence.uses if use.size is None)

@@ -368,7 +368,7 @@ def _bench_rows(report: BenchReport) -> Iterator[Fact]:
     yield "times", f"median and p99 of {repeats} calls; replay: graphs alone; host: of a call"
     adapters = {r.descriptor.num_active_loras for r in report.records if r.descriptor.has_lora}
     if adapters:
-        yield "LoRA", f"graphs for {', '.join(map(str, sorted(adapters)))} active adapters"
+        yield "LoRA cases", describe_sizes(sorted(adapters))
     yield from _floor_rows(report)
     yield from labelled("note", report.environment.notes)
     yield from bench_notes(report)

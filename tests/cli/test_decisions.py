@@ -531,6 +531,25 @@ def test_decode_graphs_for_any_number_of_tokens_are_not_planned_for_traffic() ->
     plan = plan_of(*GIVEN[:-4], *varlen)
     assert {key.max_query_len for mode, key in plan.keys if mode is CUDAGraphMode.FULL} == {3}
 
+    shown = " ".join(good(*GIVEN[:-4], *varlen).stdout.split())
+    assert "batches uniform decode: FULL; mixed: PIECEWISE" in shown
+    assert "query length 1 to 3 tokens of each request" in shown
+
+
+def test_a_lora_case_is_told_apart_from_the_number_of_adapters_that_was_given() -> None:
+    (Path("adapters.csv")).write_text(
+        "num_tokens,count,num_reqs,uniform,num_active_loras\n8,9,8,true,2\n"
+    )
+    command = (*GIVEN[:-4], "--max-loras", "4", "--traffic", "adapters.csv")
+    shown = " ".join(good(*command).stdout.split())
+    head = shown.partition("Ladders")[0]
+    assert "FULL uniform, LoRA case 5: 8" in head
+    assert "LoRA cases 0, 5 active adapters (5: any number up to max_loras 4)" in head
+    assert "5 adapters" not in shown
+    told = "steps with adapters were not measured: taken as 10% longer"
+    assert told in head
+    assert told not in " ".join(good(*GIVEN, "--max-loras", "4").stdout.split())
+
 
 def test_a_full_kv_cache_makes_requests_wait() -> None:
     roomy = plan_of(*GIVEN, "--max-graphs", "8")

@@ -1631,7 +1631,7 @@ def test_inspect_shows_what_each_lora_case_adds_and_sums_costs_up_by_lane(home: 
     pool = {0: 0, 3: 0}
     for (_, descriptor), cost in zip(plan.keys, plan.predicted.keys, strict=True):
         pool[descriptor.num_active_loras] += cost.pool_bytes
-    for case, name in ((0, "FULL"), (3, "FULL, 3 adapters")):
+    for case, name in ((0, "FULL"), (3, "FULL, LoRA case 3")):
         row = re.search(
             rf"^{name} +3  1, 2, 4 +(\d+(?:\.\d)? \w+) +0 B +[\d.]+ [mu]?s$", shown, re.MULTILINE
         )

@@ -142,18 +142,18 @@ def test_lanes_that_serve_most_batches_stay_where_there_are_fewer_graphs_than_la
         "mode": "FULL_AND_PIECEWISE",
         "lora": {"max_loras": 2},
     }
-    assert kept(1, **asked) == {"PIECEWISE, 3 adapters": (8,)}
-    assert kept(2, **asked) == {"PIECEWISE, 3 adapters": (8,), "FULL uniform, 3 adapters": (8,)}
+    assert kept(1, **asked) == {"PIECEWISE, LoRA case 3": (8,)}
+    assert kept(2, **asked) == {"PIECEWISE, LoRA case 3": (8,), "FULL uniform, LoRA case 3": (8,)}
     four = kept(4, **asked)
     assert set(four) == {
-        "PIECEWISE, 3 adapters",
+        "PIECEWISE, LoRA case 3",
         "PIECEWISE",
-        "FULL uniform, 3 adapters",
+        "FULL uniform, LoRA case 3",
         "FULL uniform",
     }
     five = kept(5, **asked)
     assert {lane: sizes for lane, sizes in five.items() if len(sizes) > 1} == {
-        "FULL uniform, 3 adapters": (4, 8)
+        "FULL uniform, LoRA case 3": (4, 8)
     }
 
 

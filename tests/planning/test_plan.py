@@ -46,7 +46,7 @@ def test_lanes_have_sizes_of_their_own() -> None:
     }
     assert [str(lane) for lane in plan.lanes()] == [
         "PIECEWISE",
-        "FULL uniform, 3 adapters",
+        "FULL uniform, LoRA case 3",
         "FULL uniform",
     ]
     assert plan.max_capture_size == 64
@@ -54,7 +54,7 @@ def test_lanes_have_sizes_of_their_own() -> None:
     assert first == "FULL_AND_PIECEWISE, 4 graphs"
     assert lanes == [
         "  PIECEWISE: 64 tokens",
-        "  FULL uniform, 3 adapters: 8 tokens",
+        "  FULL uniform, LoRA case 3: 8 tokens",
         "  FULL uniform: 1, 8 tokens",
     ]
     assert str(plan_of("NONE", [1])) == "NONE, 0 graphs"
