@@ -49,23 +49,32 @@ PLAIN: dict[str, Any] = {  # the same help on every terminal
     "rich_markup_mode": None,
 }
 _HINTS = {  # by what is said; the first counts
-    "option: --enable-lora$": "Of vLLM: give --max-loras N, which stands for both",
     "option: --speculative-config": "Of vLLM: give --speculative-method, --num-speculative-tokens",
     ": --.*cudagraph-c": """Of vLLM: keys of --vllm '{"cudagraph_capture_sizes": [1, 2, 4]}'""",
-    "^-O|: -O": """Write --vllm '{}' for -O2, -O3, '{"cudagraph_mode": "PIECEWISE"}' for -O1""",
+    "^-O|: (-O|--optim)": (
+        """Write --vllm '{}' for -O2, -O3, '{"cudagraph_mode": "PIECEWISE"}' for -O1; -O0 has no """
+        "graph: leave it out"
+    ),
     "option: --enforce-eager$": "Of vLLM, which captures no graph then: leave it out",
     "option: --(gpu-memory(-utilization)?|kv-cache-memory(-bytes)?)$": (
         "`cgplan vllm check --log FILE` takes GPU memory, gives --kv-cache-tokens"
     ),
     "equal to 1|valid number": "Write a number such as 0.9",
     "of 'eagle'": "Give mtp for any _mtp, none for others, such as medusa",
-    r"command '\S+\.(csv|jsonl?|log)'": (
+    r"(command '|extra.*\()\S+\.(csv|jsonl?|log)\b": (
         "Of a saved plan: `cgplan inspect FILE`, or `cgplan plan check FILE`; of traffic: "
-        "--traffic FILE"
+        "--traffic FILE; of a start: --log FILE"
+    ),
+    "option: --((tp|dp|attn|moe)-|cuda-graph|max-running|chunked-prefill-size)": (
+        "Of SGLang: --sglang '--tp-size 8'; its bounds are those of the configuration"
+    ),
+    "there is no configuration": (
+        "vLLM's options take its place: --vllm '{}'; for SGLang write its bounds into one"
     ),
     r"option: -[-ctpd]|(command '|\()(vllm|serve)|extra.*\(\S+/": (
-        "Of vLLM: --vllm JSON of `plan` or `vllm check` takes keys of its --compilation-config; -h "
-        "lists other options; leave out the rest and the model (docs/planning.md, For vLLM)"
+        "Of vLLM: --vllm JSON of `plan` or `vllm check` takes keys of its --compilation-config; "
+        "beside it go --max-num-seqs and others of -h; leave out the rest and the model "
+        "(docs/planning.md, For vLLM)"
     ),
 }
 

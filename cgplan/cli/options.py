@@ -415,7 +415,12 @@ class Loads:
     scale: Any = option(
         "Planned for together: 1,2,4 times the load.", metavar="LIST", parser=numbers, default="1"
     )
-    replicas: int | None = count_from_1("Servers that share the requests.")
+    replicas: int | None = count_from_1(
+        "Servers, or data-parallel ranks, that share the requests.",
+        "--replicas",
+        "--data-parallel-size",
+        "-dp",
+    )
     speedup: float = option(
         "Requests of a trace arrive X times as fast.", metavar="X", min=1e-6, default=1.0
     )
@@ -487,14 +492,19 @@ class VllmOptions:
     )
     max_num_seqs: int | None = count(OF_VLLM)
     max_num_batched_tokens: int | None = count(OF_VLLM)
-    num_speculative_tokens: int | None = count("With --vllm: of vLLM's --speculative-config.")
+    num_speculative_tokens: int | None = count(
+        "With --vllm: of vLLM's --speculative-config.", "--num-speculative-tokens", "--spec-tokens"
+    )
     speculative_method: SpeculativeMethod | None = option(
-        "With --vllm: method of vLLM's --speculative-config; mtp for any _mtp; absent for medusa."
+        "With --vllm: method of vLLM's --speculative-config; mtp for any _mtp; absent for medusa.",
+        "--speculative-method",
+        "--spec-method",
     )
     runner: Runner | None = option(
         "With --vllm: its model runner; absent: v2 if it has the method."
     )
-    max_loras: int | None = count("With --vllm: as vLLM's option, for --enable-lora.")
+    enable_lora: bool = flag("With --vllm: as --max-loras 1, if that is absent.", "--enable-lora")
+    max_loras: int | None = count(OF_VLLM)
     specialize_active_lora: bool = flag(OF_VLLM, "--specialize-active-lora")
     performance_mode: PerformanceMode | None = option(OF_VLLM)
     blackwell: bool = flag("With --vllm: on a GPU of compute capability 10.x.", "--blackwell")
@@ -509,8 +519,10 @@ class VllmOptions:
             )
         options: dict[str, Any] = {}
         for name, value in vars(self).items():
-            if name != "vllm" and value is not None and value is not False:
+            if name not in ("vllm", "enable_lora") and value is not None and value is not False:
                 options[name] = "mtp" if value == "deepseek_mtp" else value
+        if self.enable_lora:
+            options.setdefault("max_loras", 1)
         if self.vllm is not None:
             from cgplan.planning.engines import read_vllm
 

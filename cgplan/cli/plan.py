@@ -572,6 +572,7 @@ def _sources(
         else:
             raise TrafficError(
                 f"{source.source} counts steps, which have no arrivals",
-                remedy="Leave out --scale and --replicas, or give a request trace.",
+                remedy="Leave out --scale, --replicas and --data-parallel-size, or give a request "
+                "trace.",
             )
     return sources

@@ -64,7 +64,8 @@ def read_text(
         line = data.count(b"\n", 0, failure.start) + 1
         raise error(
             f"{path}:{line}: not UTF-8 text",
-            remedy=f"Save it as UTF-8; of a packed file give <(zstdcat {path}). {remedy}",
+            remedy=f"Save it as UTF-8; of a packed file give /dev/stdin, after `zstdcat {path} |`. "
+            f"{remedy}",
         ) from None
 
 

@@ -247,8 +247,8 @@ def _parse(text: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ConfigError(
             f"{OPTION} {text!r:.200} is not JSON: {error}",
-            remedy="Give what vLLM's --compilation-config takes, in single quotes: "
-            """--vllm '{"cudagraph_mode": "FULL", "cudagraph_capture_sizes": [1, 2, 4]}'.""",
+            remedy="Give what vLLM's --compilation-config takes, in single quotes, and other "
+            """options beside it: --vllm '{"cudagraph_mode": "FULL"}' --max-num-seqs 256.""",
         ) from None
     if not isinstance(given, dict):
         raise ConfigError(
@@ -262,8 +262,8 @@ def _parse(text: str) -> dict[str, Any]:
         hint = did_you_mean(unknown[0], known, " (did you mean {!r}?)")
         raise ConfigError(
             f"{OPTION}: vLLM's compilation config has no key {unknown[0]!r}{hint}",
-            remedy="Correct or remove the key. Those that decide what is captured: "
-            f"{', '.join(_TAKEN_OVER)}.",
+            remedy="Correct or remove the key; options, as --max-num-seqs, go beside --vllm. "
+            f"Keys that decide what is captured: {', '.join(_TAKEN_OVER)}.",
         )
     number, level = given.get("cudagraph_mode"), given.get("mode")
     if str(number).upper() == "AUTO":

@@ -602,7 +602,8 @@ def _read(path: str | Path) -> tuple[str, Path]:
             remedy="Give requests, counts of steps, or metrics of a runner; a bench is for "
             "--step-times, a capture for --costs.",
         )
-    return text, Path(str(path).rpartition("://")[2])
+    path = Path(str(path).rpartition("://")[2])
+    return text, Path("a pipe") if path.is_fifo() else path
 
 
 def _traffic_of(

@@ -6,6 +6,7 @@ import gzip
 import json
 import random
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -530,7 +531,6 @@ def test_decode_graphs_for_any_number_of_tokens_are_not_planned_for_traffic() ->
     assert "varlen_decode" in refused(errors.PlanError, *GIVEN[:-4], *varlen, "--emit", "vllm")
     plan = plan_of(*GIVEN[:-4], *varlen)
     assert {key.max_query_len for mode, key in plan.keys if mode is CUDAGraphMode.FULL} == {3}
-
     shown = " ".join(good(*GIVEN[:-4], *varlen).stdout.split())
     assert "batches uniform decode: FULL; mixed: PIECEWISE" in shown
     assert "query length 1 to 3 tokens of each request" in shown
@@ -549,6 +549,25 @@ def test_a_lora_case_is_told_apart_from_the_number_of_adapters_that_was_given() 
     told = "steps with adapters were not measured: taken as 10% longer"
     assert told in head
     assert told not in " ".join(good(*GIVEN, "--max-loras", "4").stdout.split())
+
+
+def test_what_a_plan_with_adapters_prints_can_be_pasted() -> None:
+    plan = plan_of(*GIVEN, "--max-loras", "4")
+    assert plan.emission is not None
+    pasted = shlex.split(f"{plan.emission.options} {plan.emission.bounds}")
+    assert "--enable-lora" in pasted
+    checked = good("vllm", "check", *pasted).stdout
+    assert f"vLLM captures {len(plan.keys)} graphs" in checked
+    alone = plan_of("plan", "--vllm", "{}", "--enable-lora")
+    assert alone.keys == plan_of("plan", "--vllm", "{}", "--max-loras", "1").keys
+
+
+def test_the_short_options_of_drafts_are_taken_as_by_vllm() -> None:
+    names = ("--num-speculative-tokens", "3", "--speculative-method", "mtp")
+    short = ("--spec-tokens", "3", "--spec-method", "mtp")
+    with_drafts = plan_of(*GIVEN[:-4], *names)
+    assert with_drafts.draft_keys
+    assert plan_of(*GIVEN[:-4], *short) == with_drafts
 
 
 def test_a_full_kv_cache_makes_requests_wait() -> None:
@@ -605,6 +624,8 @@ TOGETHER = ("--set", "distributed.data_parallel_sync=true")
 def test_replicas_that_run_in_step_are_ranks_of_one_engine(home: Path) -> None:
     command = (*GIVEN, "--max-graphs", "8", "--mode", "keep", "--speedup", "20")
     apart = plan_of(*command, "--replicas", "4")
+    for name in ("-dp", "--data-parallel-size"):
+        assert plan_of(*command, name, "4").evidence == apart.evidence
     ranks = plan_of(*command, "--replicas", "4", *TOGETHER)
     assert apart.evidence is not None
     assert ranks.evidence is not None

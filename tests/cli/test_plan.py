@@ -718,6 +718,8 @@ def test_traffic_step_times_and_costs_may_come_through_pipes(home: Path) -> None
     assert from_pipes.keys == from_files.keys != ()
     assert from_pipes.expected_us == from_files.expected_us
     assert from_pipes.predicted is not None
+    assert from_pipes.evidence is not None
+    assert from_pipes.evidence["traffic_source"].startswith("a pipe: ")
 
 
 def test_the_answer_for_the_traffic_of_the_readme_fits_on_one_screen(
@@ -1329,7 +1331,7 @@ def test_what_a_plan_of_several_sizes_refuses(home: Path) -> None:
         ("vllm serve a/b --port 80", "Of vLLM: --vllm JSON"),
         ("vllm check a/b", "leave out the rest and the model"),
         ("plan -cc.cudagraph_mode=FULL", "-cc.cudagraph_mode=FULL is vLLM's: give --vllm JSON"),
-        ("plan --vllm {} --speculative-method medusa", "--speculative-method': 'medusa' is not"),
+        ("plan --vllm {} --speculative-method medusa", "/ '--spec-method': 'medusa' is not"),
         ("plan --vllm {} --speculative-method medusa", "Give mtp for any _mtp, none for others"),
         ("vllm check --speculative-method qwen3_next_mtp", "Give mtp for any _mtp"),
         ("plan --vllm {} --memory 2", "2 has no unit: GiB or B of memory, s of time"),
@@ -1345,9 +1347,19 @@ def test_what_a_plan_of_several_sizes_refuses(home: Path) -> None:
             "plan --vllm {} --cudagraph-capture-sizes 1 2",
             """Of vLLM: keys of --vllm '{"cudagraph_capture_sizes": [1, 2, 4]}'""",
         ),
-        ("vllm check --enable-lora --max-loras 4", "Of vLLM: give --max-loras N"),
+        ("plan --enable-lora", "are vLLM's options: add --vllm '{}'"),
         ("plan --speculative-config {}", "give --speculative-method, --num-speculative-tokens"),
         ("vllm check -O1", """'{"cudagraph_mode": "PIECEWISE"}' for -O1"""),
+        ("plan --optimization-level 0", "-O0 has no graph: leave it out"),
+        ("vllm check --data-parallel-size 8", "--data-parallel-size. Of `cgplan plan`"),
+        ("plan s.yaml --tp-size 2", "Of SGLang: --sglang '--tp-size 8'"),
+        ("plan --sglang --tp=8", "for SGLang write its bounds into one"),
+        ("plan --traffic x.csv", "vLLM's options take its place: --vllm '{}'"),
+        ("vllm check new.log", "of a start: --log FILE"),
+        (
+            "plan --vllm {} -tp 2",
+            "beside it go --max-num-seqs and others of -h; leave out the rest",
+        ),
         ("plan --vllm {} --port 80", "Of vLLM: --vllm JSON"),
         ("vllm check --traffic x.csv", "--traffic. Of `cgplan plan`"),
         ("vllm check --gpu-memory-utilization 0.9", "without --log"),

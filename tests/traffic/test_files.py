@@ -186,7 +186,11 @@ SAVED = b'{"kind": "traffic", "source": "", "histogram": [%b]}'
     [
         (b" \r\n\n", "is empty", "Give a file"),
         (b"num_tokens,count\n1,1\n\xff\xfe\n", "t.txt:3: not UTF-8", "Save it as UTF-8"),
-        (b"\x28\xb5\x2f\xfd", "t.txt:1: not UTF-8", "of a packed file give <(zstdcat "),
+        (
+            b"\x28\xb5\x2f\xfd",
+            "t.txt:1: not UTF-8",
+            "of a packed file give /dev/stdin, after `zstdcat ",
+        ),
         (b"a,b\n1,2\n", "no known column in 'a,b'", "a histogram has num_tokens, count"),
         (b'[{"num_tokens": 1, "count": 1}]\n', "no known column in", "a histogram has"),
         (b"{}\n", "no known column in '{}'", "a Mooncake trace has timestamp"),
