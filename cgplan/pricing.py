@@ -246,7 +246,7 @@ class GraphCosts:
     def of(self, keys: Sequence[Key]) -> Predicted:
         """The cost of capturing these keys, in this order, into one pool."""
         held = 0
-        costs: list[KeyCost] = []
+        costs = []
         extrapolated = False
         seconds = self.once_seconds
         for key in keys:
@@ -343,10 +343,7 @@ class GraphCosts:
             (measured.num_tokens, getattr(measured, figure))
             for measured in alike or of_mode or self._keys
         )
-        line = []
-        for tokens, found in sorted(by_size.items()):
-            line.append((tokens, fmean(found)))
-        return line
+        return [(tokens, fmean(found)) for tokens, found in sorted(by_size.items())]
 
 
 def stand_in_notes(
@@ -426,7 +423,7 @@ def representative_keys(
         lane = mode, descriptor.has_lora
         by_size = lanes.setdefault(lane, {})
         by_size[descriptor.elements] = key
-    chosen: set[Key] = set()
+    chosen = set()
     for by_size in lanes.values():
         small = min((size for size in by_size if size > 1), default=1)
         bend = max((size for size in by_size if size <= max_num_seqs), default=small)
@@ -681,32 +678,28 @@ class CachingPool:
         for event in events:
             if event.nbytes is None:
                 self._release(event.block)
-            elif event.nbytes:
-                self._allocate(event.block, round_size(event.nbytes))
-
-    def _allocate(
-        self,
-        block: int,
-        size: int,
-    ) -> None:
-        """``get_free_block``: the smallest that fits, the lowest of equals."""
-        is_small = size <= SMALL_SIZE
-        free = self._free[is_small]
-        place = bisect_left(free, (size, -1))
-        if place < len(free):
-            _, address = free[place]
-            found = self._remove(address, is_small)
-        else:
-            found = segment_size(size)
-            address = self._end
-            self.reserved += found
-            self._end += found + 1  # no neighbour of the next segment
-        rest = found - size
-        least = MIN_BLOCK_SIZE if is_small else SMALL_SIZE + 1  # should_split
-        if rest >= least:
-            self._insert(address + size, rest, is_small)
-            found = size
-        self._taken[block] = found, address
+                continue
+            if not event.nbytes:
+                continue
+            # get_free_block: the smallest that fits, the lowest of equals
+            size = round_size(event.nbytes)
+            is_small = size <= SMALL_SIZE
+            free = self._free[is_small]
+            place = bisect_left(free, (size, -1))
+            if place < len(free):
+                _, address = free[place]
+                found = self._remove(address, is_small)
+            else:
+                found = segment_size(size)
+                address = self._end
+                self.reserved += found
+                self._end += found + 1  # no neighbour of the next segment
+            rest = found - size
+            least = MIN_BLOCK_SIZE if is_small else SMALL_SIZE + 1  # should_split
+            if rest >= least:
+                self._insert(address + size, rest, is_small)
+                found = size
+            self._taken[event.block] = found, address
 
     def _release(self, block: int) -> None:
         if block not in self._taken:

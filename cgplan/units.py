@@ -1,7 +1,5 @@
 """Numbers, lists and groups of values."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 

@@ -1,7 +1,5 @@
 """From a YAML file to a Config, with the line of each key."""
 
-from __future__ import annotations
-
 import gzip
 import zlib
 from collections.abc import Iterable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Texts made from the models: the reference of all keys, and a starting configuration."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re
@@ -189,7 +187,7 @@ def _input(guess: InputGuess) -> str:
         (f"  dtype: {guess.dtype}", "guess, as above"),
         (f"  pad: {guess.pad}", "a choice: what padding rows hold"),
     ]
-    if guess.example is not None:
+    if guess.example:
         lines.append(
             (
                 f"  example: {list(guess.example)}",

@@ -184,7 +184,7 @@ def _amount(
     def parse(value: object) -> float:
         named = ""
         if isinstance(value, int | float) and not isinstance(value, bool):
-            amount: float = value
+            amount = value
         else:
             match = _AMOUNT.fullmatch(value) if isinstance(value, str) else None
             if match is None or match[2].lower() not in factors:
@@ -481,7 +481,7 @@ class Input(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Input:
-        symbols = list[str]()
+        symbols = []
         is_narrow = False
         for extent in self.extents:
             is_narrow |= extent.is_most
@@ -760,7 +760,7 @@ class ReportConfig(Section):
 def _named(value: object) -> object:
     if not isinstance(value, Mapping):
         return value
-    found = dict[object, object]()
+    found = {}
     for name, dim in value.items():
         if isinstance(dim, Mapping) and not all(isinstance(key, str) for key in dim):
             raise ValueError(f"dims.{name} has keys that are not text: {', '.join(map(repr, dim))}")
@@ -809,15 +809,6 @@ class Config(Section):
             raise ValueError(
                 f"{reserved[0]!r} is a word of the runner's call and cannot name an input"
             )
-        self._check_dims()
-        if self.traffic is not None and self.traffic.lora_share > 0 and self.lora is None:
-            raise ValueError(
-                f"traffic.lora_share is {self.traffic.lora_share:g}, but there is no `lora` "
-                "section; add one, such as `lora: {max_loras: 4}`"
-            )
-        return self
-
-    def _check_dims(self) -> None:
         first, *others = self.dim_names
         for name, dim in self.dims.items():
             if name in SYMBOLS or dim.name != name:
@@ -833,15 +824,21 @@ class Config(Section):
                 raise ValueError(
                     f"input {name!r} has {first!r} twice; only one dimension may count rows"
                 )
-        given = self.model.output_shapes if self.model else None
-        for index, shape in enumerate(given or ()):
+        shapes = self.model.output_shapes if self.model else None
+        for index, shape in enumerate(shapes or ()):
             self._symbols_of(f"output {index}", map(Extent.parse, shape))
-        if others and self.tensors and given is None:
+        if others and self.tensors and shapes is None:
             raise ValueError(
                 "`dims` declares more than one name: write the shapes of outputs into "
                 "model.output_shapes (in Python: of `config`)"
             )
         self._check_boxes()
+        if self.traffic and self.traffic.lora_share > 0 and self.lora is None:
+            raise ValueError(
+                f"traffic.lora_share is {self.traffic.lora_share:g}, but there is no `lora` "
+                "section; add one, such as `lora: {max_loras: 4}`"
+            )
+        return self
 
     def _symbols_of(self, where: str, extents: Iterable[Extent]) -> list[str]:
         allowed = (*SYMBOLS, *self.dims)
@@ -890,7 +887,7 @@ class Config(Section):
         """A shape in num_tokens and num_reqs, for these sizes of the other dimensions."""
         first, *others = self.dim_names
         at = dict(zip(others, sizes, strict=True))
-        found: list[int | str] = []
+        found = []
         for length in shape:
             extent = Extent.parse(length)
             if extent.symbol in at:

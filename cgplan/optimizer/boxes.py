@@ -43,11 +43,7 @@ from cgplan.optimizer.evidence import (
     SizeUse,
     of_costs,
 )
-from cgplan.optimizer.paths import (
-    Floats,
-    Ints,
-    best_paths,
-)
+from cgplan.optimizer.paths import Floats, Ints, best_paths
 from cgplan.optimizer.propose import EXACT, NO_GAIN
 from cgplan.optimizer.search import ROUNDING
 from cgplan.planning.plan import (
@@ -103,7 +99,6 @@ class Purse:
         graphs: int,
         columns: int,
     ) -> Purse:
-        """A limit of their number alone."""
         return cls(
             graphs,
             np.inf,
@@ -263,7 +258,6 @@ class _Search:
             self.value = total
 
     def bound(self) -> float:
-        """Of all choices."""
         own = self.cost[:, self.best].min(axis=1, initial=self.cost.max())
         every = np.flatnonzero(self.is_held.any(axis=0))
         first = _Node(
@@ -617,7 +611,6 @@ class _BoxProblem:
         boxes: Ints,
         most: int,
     ) -> Purse:
-        """What boxes cost, and the limits."""
         costs = self.costs
         if costs is None:
             return Purse.of_graphs(most, len(boxes))
@@ -661,11 +654,10 @@ class _BoxProblem:
         return self.costs.of(self._keys(boxes))
 
     def _broken(self, boxes: Ints) -> list[PlanLimit]:
-        """The limits that these boxes break."""
         graphs = len(boxes) * len(self._lanes)
         spent: dict[PlanLimit, float] = {"max_graphs": graphs}
         paid = self._price(boxes)
-        if paid is not None:
+        if paid:
             spent["memory"] = paid.total_bytes
             spent["capture_time"] = paid.seconds
         return [limit for limit, used in spent.items() if used > self._given.get(limit, inf)]
@@ -693,7 +685,7 @@ class _BoxProblem:
             if not broken:
                 return found, bound, self._binding(found, boxes)
         paid = self._price(whole)
-        assert paid is not None, "without costs the number of graphs was looked at before"
+        assert paid, "without costs the number of graphs was looked at before"
         limits = [f"budget.{limit}" for limit in broken]
         raise BudgetError(
             f"{' and '.join(limits)}: no boxes were found that it pays for and that hold all "
@@ -837,7 +829,7 @@ class _BoxProblem:
 
     def _ladders(self) -> dict[str, Ints]:
         """For any traffic, and those of the configuration where they hold it."""
-        found = dict[str, Ints]()
+        found = {}
         by_powers = _grid([sizes_of(dim.changed(sizes=None)) for dim in self._dims])
         with suppress(ConfigError, PlanError):
             asked = {descriptor.box for _, descriptor in build_plan(self.config).keys}

@@ -1,7 +1,5 @@
 """What a plan decides besides sizes: the mode, and the fewest graphs that hold an SLO."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,11 +26,7 @@ from cgplan.planning import Plan, build_plan
 from cgplan.planning.plan import budget_of
 from cgplan.pricing import GraphCosts
 from cgplan.traffic.histogram import Goal, Service, Traffic
-from cgplan.traffic.simulation import (
-    RequestTrace,
-    SchedulerBounds,
-    simulate,
-)
+from cgplan.traffic.simulation import RequestTrace, SchedulerBounds, simulate
 from cgplan.traffic.step_times import FULL_OF_DECODE, StepTimes
 from cgplan.units import format_bytes, format_microseconds
 
@@ -134,7 +128,6 @@ class Planner:
 
     @property
     def _requests(self) -> list[RequestTrace]:
-        """The loads of requests."""
         return [source for source, _ in self.sources if isinstance(source, RequestTrace)]
 
     def decide(self, config: Config) -> Plan:
@@ -150,7 +143,7 @@ class Planner:
                     "tokens (docs/planning.md, Requests of a vLLM server).",
                 )
         self._today = build_plan(config)
-        if self.costs is not None:
+        if self.costs:
             self._asked_bytes = self.costs.of(self._today.keys).total_bytes
         weighed = self._weighed(config)
         chosen, planned = weighed[0]
@@ -175,7 +168,26 @@ class Planner:
                 by_mode,
                 planned,
             )
-        return self._with_evidence(config, planned, decided, reasons, miss)
+        plan = planned.plan
+        if miss and len(self._requests) > 1:
+            reasons.append(f"of {len(self._requests)} loads {miss.requests.source}: {miss.text}")
+        reasons += self._memory_notes(planned)
+        reasons += self._other_bounds(config, self._shown(miss))
+        if plan.draft_keys:
+            reasons.append(
+                "max_graphs counts the draft model's graphs; step times do not, nor costs but "
+                "those of a log with drafts"
+            )
+        return planned.explained(
+            service=tuple(self._points(config, plan, miss)),
+            slo=tuple(self.slo),
+            objective=self.objective,
+            kv_tokens=self.kv_tokens,
+            replicas=self.replicas,
+            slo_missed=None if miss is None or miss.holds else miss.text,
+            decided=tuple(decided),
+            decisions=tuple(reasons),
+        )
 
     def check(self, config: Config, plan: Plan) -> PlanCheck:
         """A plan on these loads, which it need not have been made for."""
@@ -421,7 +433,7 @@ class Planner:
         if key not in self._known:
             clock = step_clock(plan, self.times, apart=self.apart)
             traffic = simulate(source, bounds, clock).changed(apart=self.apart)
-            assert traffic.service is not None
+            assert traffic.service
             run = Run(plan.lanes(), traffic, self.times)
             service = traffic.service.changed(unmeasured=run.unmeasured)
             self._known[key] = source, traffic.changed(service=service)
@@ -494,7 +506,7 @@ class Planner:
         requests: RequestTrace,
     ) -> Service:
         service = self._simulated(config, plan, requests).service
-        assert service is not None
+        assert service
         return service
 
     def _worst_miss(
@@ -503,7 +515,7 @@ class Planner:
         plan: Plan,
     ) -> Miss:
         """For the worst load: the goals that it misses, else the one that it misses next."""
-        found = list[Miss]()
+        found = []
         for requests in self._requests:
             service = self._service(config, plan, requests)
             goals = [(-1.0, "no request has these times")]
@@ -604,36 +616,6 @@ class Planner:
             said += f"; {share:.2%} of the steps are extrapolated"
         return f"SLO {', '.join(map(str, self.slo))} {said}"
 
-    def _with_evidence(
-        self,
-        config: Config,
-        planned: PlannedGraphs,
-        decided: Sequence[str],
-        reasons: list[str],
-        miss: Miss | None,
-    ) -> Plan:
-        """The plan with what requests get, and why it is as it is."""
-        plan = planned.plan
-        if miss is not None and len(self._requests) > 1:
-            reasons.append(f"of {len(self._requests)} loads {miss.requests.source}: {miss.text}")
-        reasons += self._memory_notes(planned)
-        reasons += self._other_bounds(config, self._shown(miss))
-        if plan.draft_keys:
-            reasons.append(
-                "max_graphs counts the draft model's graphs; step times do not, nor costs but "
-                "those of a log with drafts"
-            )
-        return planned.explained(
-            service=tuple(self._points(config, plan, miss)),
-            slo=tuple(self.slo),
-            objective=self.objective,
-            kv_tokens=self.kv_tokens,
-            replicas=self.replicas,
-            slo_missed=None if miss is None or miss.holds else miss.text,
-            decided=tuple(decided),
-            decisions=tuple(reasons),
-        )
-
     def _points(
         self,
         config: Config,
@@ -651,7 +633,7 @@ class Planner:
 
     def _shown(self, miss: Miss | None) -> RequestTrace | None:
         """The load whose requests are shown."""
-        if miss is not None:
+        if miss:
             return miss.requests
         if self._requests and len(self._requests[0].requests) <= LARGE:
             return self._requests[0]

@@ -1,7 +1,5 @@
 """Why a plan has the graphs that it has: figures that are saved with it and shown beside it."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 from cgplan.config.schema import Record

@@ -159,8 +159,7 @@ class Steps:
     ) -> None:
         if sizes.size:
             self._size[here] = sizes
-            case = lane.num_active_loras
-            self.microseconds[here] = self.times.at(lane.mode, sizes, case)
+            self.microseconds[here] = self.times.at(lane.mode, sizes, lane.num_active_loras)
             self._parts.append((lane, here))
 
     def serves(
@@ -320,8 +319,7 @@ class Run(Steps):
         is_larger = is_here & (self._size > size)
         moved = self.may_run(lane, size)
         moved &= is_later | is_larger
-        case = lane.num_active_loras
-        time = self.times.of(lane.mode, size, case)
+        time = self.times.of(lane.mode, size, lane.num_active_loras)
         weight = self.weights[moved]
         saved = weight @ (self.microseconds[moved] - time)
         return float(weight.sum()), float(saved / self.weights.sum())
@@ -508,8 +506,7 @@ class Problem:
         """
         lane = self.lanes[n]
         weights = np.zeros(lane.times.shape)
-        width = lane.sizes.size
-        beyond = np.full(width, self.eager_us)
+        beyond = np.full(lane.sizes.size, self.eager_us)
         for number, demand in enumerate(self.demands):
             now, before = self._now(number, others)
             beyond += now[-1]
@@ -692,7 +689,7 @@ def problem_of(
     if not served:
         served = [()] * weights.size
     groups = grouped(zip(served, range(weights.size), strict=True))
-    demands: list[Demand] = []
+    demands = []
     eager_us = 0.0
     for on, rows in groups.items():
         own = StepShape._make(column[rows] for column in batches)
@@ -715,7 +712,7 @@ def problem_of(
         eager_us=eager_us,
         weight=traffic.total,
     )
-    if costs is not None:
+    if costs:
         problem = replace(
             problem,
             workspace=float(costs.workspace_bytes),
@@ -805,8 +802,7 @@ class _Offer:
 
     def time(self, sizes: Ints) -> Floats:
         lane = self.lane
-        case = lane.num_active_loras
-        return self.times.at(lane.mode, sizes, case)
+        return self.times.at(lane.mode, sizes, lane.num_active_loras)
 
     @cached_property
     def costs_by_size(self) -> Floats:

@@ -42,7 +42,6 @@ from cgplan.optimizer.evidence import (
 )
 from cgplan.optimizer.lint import lint
 from cgplan.optimizer.problem import (
-    Chosen,
     Lists,
     Problem,
     Run,
@@ -192,7 +191,6 @@ class PlanInputs:
 
     @cached_property
     def base(self) -> Plan:
-        """The plan without keys."""
         config = self.config
         plan = build_plan(with_sizes(config, (config.query_len,)))
         return plan.changed(
@@ -249,11 +247,10 @@ class PlanInputs:
         that it lists, first the graphs asked for in another mode.
         """
         config = self.config
-        compilation = config.compilation
         found = {}
         if self.today and self.today.mode is not self.base.mode:
             found[ASKED_FOR] = self.today
-        most = compilation.max_cudagraph_capture_size
+        most = config.compilation.max_cudagraph_capture_size
         if self.asked == "configured":
             most = None
             with suppress(PlanError):
@@ -337,10 +334,7 @@ class PlanInputs:
     @cached_property
     def steps_us(self) -> list[float]:
         """Mean microseconds of a step of the traffic alone, by the number of graphs."""
-        steps = []
-        for graphs in range(self.graphs + 1):
-            steps.append(self.step(self.lists_of(graphs), self.seen))
-        return steps
+        return [self.step(self.lists_of(graphs), self.seen) for graphs in range(self.graphs + 1)]
 
     @property
     def graphs(self) -> int:
@@ -349,7 +343,6 @@ class PlanInputs:
 
     @cached_property
     def lists_of(self) -> Callable[[int], Lists]:
-        """Of the best plan of so many graphs."""
         return cache(lambda graphs: self.problem.lists_of(self.by_graphs.chosen(graphs)))
 
     def fewest(self, total: float) -> int | None:
@@ -394,7 +387,7 @@ class PlanInputs:
 
     def point(self, graphs: int) -> ParetoPoint:
         keys: tuple[Key, ...] = ()
-        if self.costs is not None:  # else they have no price
+        if self.costs:  # else they have no price
             keys = keys_of(self.lists_of(graphs), self.base)
         return ParetoPoint(
             graphs=graphs,
@@ -452,7 +445,7 @@ def _check_one_graph(
     limits: Limits,
     problem: Problem,
 ) -> None:
-    nothing: Chosen = ((),) * len(problem.lanes)
+    nothing = ((),) * len(problem.lanes)
     singles = []
     for n, gains in enumerate(problem.gains(nothing)):
         _, memory, seconds = problem.costs_with(nothing, n)
@@ -606,7 +599,7 @@ class PlannedGraphs:
         ladder = self._asked
         for load, alone in zip_longest(loads, self.best_alone):
             theirs = None
-            if ladder is not None:
+            if ladder:
                 theirs = self.inputs.step(ladder.lanes(), load)
             yield LoadPoint(
                 source=load.source,
@@ -635,7 +628,7 @@ class PlannedGraphs:
     @property
     def _unbounded(self) -> tuple[PlanLimit, ...]:
         limits: tuple[PlanLimit, ...] = ("memory", "capture_time")
-        if self.inputs.costs is not None:
+        if self.inputs.costs:
             return ()
         return tuple(name for name in limits if name in self.plan.budget)
 
@@ -703,7 +696,7 @@ class PlannedGraphs:
             "memory": cost["bytes"],
             "capture_time": cost["seconds"],
         }
-        broken: list[PlanLimit] = []
+        broken = []
         for name, used in spent.items():
             most = limits.get(name, math.inf)
             if used is not None and used > most:

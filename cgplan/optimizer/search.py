@@ -436,7 +436,7 @@ def _filled(
     while True:
         found = []
         every = problem.gains(chosen)
-        if without is not None:
+        if without:
             n, index = without
             every[n][index] = -np.inf
         for n, gains in enumerate(every):
@@ -497,7 +497,7 @@ class Search:
         self.limits = limits
         saved = rate * problem.saved
         self.prices = Prices(saved / limits.memory, saved / limits.seconds)
-        self.pair: Pair | None = None
+        self.pair = None
         self._paths: dict[tuple[int, bytes], Paths] = {}
         nothing = _nothing(problem)
         self._plans = [nothing]
@@ -539,21 +539,16 @@ class Search:
         )
 
     def chosen(self, graphs: int) -> Chosen:
-        """The plan of at most so many graphs."""
-        if self.pair is not None:
+        """The plan of at most so many graphs. Each size but the largest is in favour of the largest
+        one below the next that takes and costs as much.
+        """
+        if self.pair:
             plan = self.pair.chosen(graphs)
         else:
             last = len(self._plans) - 1
             plan = self._plans[min(graphs, last)]
-        return self.with_room(plan)
-
-    def with_room(self, chosen: Chosen) -> Chosen:
-        """Each size but the largest in favour of the largest one below the next that takes and
-        costs as much.
-        """
         found = []
-        lanes = self.problem.lanes
-        for lane, picked in zip(lanes, chosen, strict=True):
+        for lane, picked in zip(self.problem.lanes, plan, strict=True):
             figures = np.concatenate([lane.times, lane.key_costs])
             sizes = list(picked)
             for n, (size, above) in enumerate(pairwise(picked)):
@@ -568,8 +563,7 @@ class Search:
         """One graph more after the other, see Note [Lanes]; the totals."""
         found = self._plans[0]
         total = self._total(found)
-        most = self.limits.graphs
-        totals = np.full(most + 1, total)
+        totals = np.full(self.limits.graphs + 1, total)
         for count in range(1, totals.size):
             graphs = sum(map(len, found))
             plan, better = self._improved(found, count)

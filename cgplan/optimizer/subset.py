@@ -9,8 +9,6 @@ Note [Spread]
     serve most kinds of batches. With several sizes each lane has as many boxes.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,7 +16,7 @@ from operator import attrgetter
 
 from cgplan.config import Config
 from cgplan.modes import Key
-from cgplan.planning.plan import KeyCost, Lane, Plan
+from cgplan.planning.plan import Lane, Plan
 from cgplan.pricing import static_bytes, unit_of, widest
 from cgplan.units import grouped
 
@@ -38,12 +36,28 @@ def restricted(
         return plan
     sizes = set(map(_tokens_of, kept))
     predicted = plan.predicted
-    if predicted is not None:
+    if predicted:
         static = 0
         for others, tokens in widest(kept).items():
             static += static_bytes(config, tokens, others)
+        costs = []
+        missing = 0
+        size = 1
+        for key, cost in zip(plan.keys, predicted.keys, strict=True):
+            tokens = key[1].elements
+            if key not in kept:
+                missing += cost.pool_bytes
+                size = max(size, tokens)
+                continue
+            unit = unit_of([missing])  # whole segments stay whole
+            share = missing * min(tokens, size)
+            segments = -(-share // size // unit)
+            pool = cost.pool_bytes + segments * unit
+            costs.append(replace(cost, pool_bytes=pool))
+            missing = 0
+            size = 1
         predicted = predicted.changed(
-            keys=_costs_of(plan.keys, predicted.keys, kept),
+            keys=tuple(costs),
             static_bytes=static,
             workspace_bytes=predicted.workspace_bytes if kept else 0,
         )
@@ -52,30 +66,6 @@ def restricted(
         capture_sizes=tuple(sorted(sizes)),
         predicted=predicted,
     )
-
-
-def _costs_of(
-    keys: Sequence[Key],
-    costs: Sequence[KeyCost],
-    kept: set[Key],
-) -> tuple[KeyCost, ...]:
-    found = []
-    missing = 0
-    size = 1
-    for key, cost in zip(keys, costs, strict=True):
-        tokens = key[1].elements
-        if key not in kept:
-            missing += cost.pool_bytes
-            size = max(size, tokens)
-            continue
-        unit = unit_of([missing])  # whole segments stay whole
-        share = missing * min(tokens, size)
-        segments = -(-share // size // unit)
-        pool = cost.pool_bytes + segments * unit
-        found.append(replace(cost, pool_bytes=pool))
-        missing = 0
-        size = 1
-    return tuple(found)
 
 
 def within_count(
@@ -90,8 +80,7 @@ def within_count(
     A lazy capture counts the keys that batches ask for, so that its plan stays whole.
     """
     most = config.budget.max_graphs
-    is_lazy = config.compilation.is_lazy
-    if most is None or len(plan.keys) <= most or is_lazy:
+    if most is None or len(plan.keys) <= most or config.compilation.is_lazy:
         return plan
     keys = _one_list(plan, most) if one_list else spread(plan, plan.keys, most)
     part = restricted(plan, keys, config)

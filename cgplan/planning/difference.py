@@ -1,7 +1,5 @@
 """Differences of two plans, and of a saved plan and a configuration."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -151,7 +149,7 @@ def mismatches(
     changes = _changes(plan.config, capture_fields(config)["config"])
     ignored = *DECIDED_BY_THE_PLAN, "device"
     found = [change for change in changes if change.name not in ignored]
-    if plan.machine is not None and machine is not None:
+    if plan.machine and machine:
         found += machine_changes(plan.machine, machine)
     return tuple(found)
 
@@ -240,7 +238,7 @@ def _settings(old: Plan, new: Plan) -> list[FieldChange]:
 
 
 def _notes(old: Plan, new: Plan) -> Iterator[str]:
-    if old.predicted is not None and new.predicted is not None:
+    if old.predicted and new.predicted:
         source, its = old.predicted.source, new.predicted.source
         if source != its:
             yield f"memory and start-up have other sources: {source} before, {its} after"
@@ -252,7 +250,7 @@ def _notes(old: Plan, new: Plan) -> Iterator[str]:
     for plan, other, which in ((old, new, "first"), (new, old, "second")):
         if plan.expected_us is None and other.expected_us is not None:
             yield f"the {which} plan was not made for traffic, so that it expects no step time"
-        if plan.predicted is None and other.predicted is not None:
+        if plan.predicted is None and other.predicted:
             yield (
                 f"the {which} plan was made without --costs, so that its memory and start-up "
                 "are not known"

@@ -82,7 +82,7 @@ class _Row(dict[int | Box, Answer]):
             )
         rows, *others = box
         eager = BatchDescriptor(rows, sizes=tuple(others))
-        answer: Answer = CUDAGraphMode.NONE, eager
+        answer = CUDAGraphMode.NONE, eager
         corner = tuple(map(bisect_left, self._axes, box))
         rank = self._corners.get(corner, len(self._keys))
         if min(box) > 0 and rank < len(self._keys):
@@ -108,7 +108,7 @@ class CudagraphDispatcher:
         self._num_sizes = len(plan.keys[0][1].box) if plan.keys else None
         self._eager = _Row((), self._num_sizes)
         # rows[uniform][active adapters][num_tokens], for callers that exclude no mode
-        self._rows: list[dict[int, _Row]] = []
+        self._rows = []
         for uniform in (False, True):
             rows = {}
             for active in self._cases:
@@ -244,8 +244,8 @@ class CudagraphDispatcher:
         num_active_loras: int,
         modes: Collection[CUDAGraphMode],
     ) -> _Row:
-        keys: list[Key] = []
-        lanes: list[Lane] = []
+        keys = []
+        lanes = []
         for lane, own in self._lanes.items():
             if lane.serves(uniform, num_active_loras) and lane.mode in modes:
                 lanes.append(lane)

@@ -5,8 +5,6 @@ SGLang's srt/arg_groups/fields, srt/model_executor/runner; TensorRT-LLM's LLM AP
 _torch/pyexecutor.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 from argparse import ArgumentError, ArgumentParser
@@ -534,12 +532,13 @@ def _trtllm(plan: Plan) -> Emission:
 
 
 def sizes_by_lane(plan: Plan) -> str:
-    lanes = []
-    for lane, sizes in plan.lanes().items():
-        lanes.append(json.dumps({**lane._asdict(), "mode": lane.mode.name, "sizes": sizes}))
+    lanes = [
+        json.dumps({**lane._asdict(), "mode": lane.mode.name, "sizes": sizes})
+        for lane, sizes in plan.lanes().items()
+    ]
     text = ",\n".join(lanes)
     reserved = ""
-    if plan.predicted is not None:
+    if plan.predicted:
         # AISimulate's name; an engine has static buffers of its own
         taken = plan.predicted.total_bytes - plan.predicted.static_bytes
         reserved = f'"cuda_graph_reserved_bytes": {taken}, '

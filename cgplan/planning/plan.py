@@ -436,12 +436,12 @@ def resolve_mode(config: Config) -> tuple[CUDAGraphMode, tuple[PlanChange, ...]]
     Raises ModeError if mixed batches are to run as FULL graphs, and the attention supports none.
     """
     compilation = config.compilation
-    mode: CUDAGraphMode = compilation.cudagraph_mode
-    support: AttentionSupport = compilation.attention_support
+    mode = compilation.cudagraph_mode
+    support = compilation.attention_support
     split = attention_is_split(compilation.splitting_ops)
     piecewise_or_none = CUDAGraphMode.PIECEWISE if split else CUDAGraphMode.NONE
     never = support is AttentionSupport.NEVER
-    changes: list[PlanChange] = []
+    changes = []
 
     def change(to: CUDAGraphMode, reason: str) -> CUDAGraphMode:
         changes.append(PlanChange(requested=mode, resolved=to, reason=reason))
@@ -530,7 +530,7 @@ def resolve_sizes(config: Config, mode: CUDAGraphMode) -> CaptureSizes:
     if boxes is not None:
         leading = sorted({box[0] for box in boxes})
         found = CaptureSizes(tuple(leading), "compilation.boxes")
-    elif lead is not None and given is None:
+    elif lead and given is None:
         found = CaptureSizes(sizes_of(lead), f"dims.{lead.name}")
     elif isinstance(given, tuple):
         limit = config.scheduler.max_num_batched_tokens
@@ -754,7 +754,7 @@ def _lost(
     captured = {descriptor.num_tokens for _, descriptor in keys}
     has_decode = any(descriptor.uniform for _, descriptor in keys)
     above = f"as multiples of {q} tokens, a request's, they are above the largest size"
-    reasons: list[tuple[str, int]] = []
+    reasons = []
     listed = sorted(set(given)) if isinstance(given, tuple) else ()
     for size in listed:
         rounded = -(-size // q) * q

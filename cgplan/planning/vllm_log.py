@@ -126,9 +126,10 @@ class StartLog:
         reserved = 0.0
         if "CUDA graph memory profiling is enabled" in text:
             reserved = max(map(float, _ESTIMATED.findall(text)), default=0.0)
-        by_mode = {}
-        for mode, first, _, each in _BY_MODE.findall(text):
-            by_mode[CUDAGraphMode[mode]] = float(first) * MIB, float(each) * MIB
+        by_mode = {
+            CUDAGraphMode[mode]: (float(first) * MIB, float(each) * MIB)
+            for mode, first, _, each in _BY_MODE.findall(text)
+        }
         advice = [tuple(map(float, found)) for found in _ADVICE.findall(text)]
         advised = min(advice, key=itemgetter(3), default=())
         tokens = _KV_TOKENS.search(text)
@@ -336,7 +337,7 @@ def logged_steps(text: str) -> Iterator[tuple[CUDAGraphMode, int, float, bool]]:
     speculative tokens, are left out. Raises StepTimeError for two models.
     """
     mode = model = timed = None
-    sizes: list[int] = []
+    sizes = []
     for line in text.splitlines():
         started = _CAPTURES.search(line)
         step = _STEP.search(line)

@@ -4,8 +4,6 @@ Histograms, logs and saved traffic hold steps; traces hold requests for ``simula
 CSV or JSON lines are typed; errors name file, line, column and the cell.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import json
@@ -112,7 +110,7 @@ class Form(Generic[R]):
         rows: Iterable[RawRow],
         ignored: dict[str, None] | None,
     ) -> Iterator[Iterable[tuple[str, R]]]:
-        matched: dict[tuple[str, ...], dict[str, int]] = {}
+        matched = {}
         places: list[str] = []
         cells: list[dict[str, Any]] = []
         for where, names, values in rows:
@@ -169,8 +167,8 @@ class Form(Generic[R]):
         ``ignored``, beside a missing column, or near the name of one.
         """
         absent = {column.lower(): column for column in self.columns}
-        found: dict[str, int] = {}
-        unknown: list[str] = []
+        found = {}
+        unknown = []
         for place, given in enumerate(names):
             name = given.strip()
             column = absent.pop(name.lower(), None)
@@ -216,14 +214,14 @@ def sized_rows(
     kind: Any,
 ) -> Iterator[tuple[tuple[int, ...], Any]]:
     """From columns ``names`` and ``figure`` (of pydantic's ``kind``)."""
-    fields: dict[str, Any] = {figure: kind}
+    fields = {figure: kind}
     sizes = {f"size_{index}": (Size, ...) for index in range(len(names))}
     row = create_model(
         "_Row",
         __base__=Record,
         **sizes | fields,
     )
-    form: Form[Any] = Form(
+    form = Form(
         "the table",
         row,
         tuple(names),
@@ -321,9 +319,10 @@ def json_rows(
             document = document.get(inside, document)
         entries = [(where, document)]
         if isinstance(document, list):
-            entries = []
-            for number, entry in enumerate(document, start=1):
-                entries.append((f"{where}, entry {number}", entry))
+            entries = [
+                (f"{where}, entry {number}", entry)
+                for number, entry in enumerate(document, start=1)
+            ]
         for where, entry in entries:
             if not isinstance(entry, dict):
                 raise error(f"{where}: {short(entry)} is not an object", remedy=remedy)
@@ -647,7 +646,7 @@ def _counted(
     counts = Counter[StepShape]()
     guessed: Counter[bool] = Counter()  # steps by the ``uniform`` that was guessed
     tokens = 0  # of these
-    unknown = set[str]()
+    unknown = set()
     for _, row in rows:
         size = row.num_tokens
         uniform = row.uniform
@@ -762,7 +761,7 @@ def _metric_rows(text: str, path: Path) -> Iterator[RawRow]:
         name, _, rest = line.partition("{")
         if name == f"{_METRIC}_total":
             labels, _, value = rest.rpartition("}")
-            cells: dict[str, Any] = {**dict(_LABEL.findall(labels)), "count": None}
+            cells = {**dict(_LABEL.findall(labels)), "count": None}
             with suppress(ValueError, IndexError):
                 cells["count"] = float(value.split()[0])  # 1e+06, say; a time may follow
             yield f"{path}:{number}", tuple(cells), list(cells.values())
@@ -819,7 +818,7 @@ def _requests(
     plan: Plan,
     notes: list[str],
 ) -> RequestTrace:
-    requests: list[Request] = []
+    requests = []
     brought: set[int] = set()  # blocks of earlier prompts
     start = math.nan
     empty = failed = prompts = cached = 0

@@ -178,7 +178,7 @@ class Traffic(Record):
             return parts[0][0]
         steps = sum(part.total for part, _ in parts)
         share = steps / sum(weight for _, weight in parts)
-        counts: list[tuple[StepShape, float]] = []
+        counts = []
         notes: dict[str, None] = {}
         warnings: dict[str, None] = {}
         for part, weight in parts:
@@ -220,7 +220,7 @@ class Traffic(Record):
         most = max(min(plan.max_num_seqs, plan.max_num_batched_tokens // q), 1)
         sizes = range(1, most + 1)
         harmonic = sum([1 / reqs for reqs in sizes])
-        counts: dict[StepShape, float] = {}
+        counts = {}
         for kind, weights in kinds.items():
             weight = sum(weights)
             for reqs in sizes:

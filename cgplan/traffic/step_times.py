@@ -505,7 +505,14 @@ class StepTimes(Record):
             rows = csv_rows(text, path, StepTimeError)
         found: dict[StepForm[Any], list[RawRow]] = {}
         for raw in rows:
-            form = _form_of(raw)
+            where, names, _ = raw
+            for mark, program in TIMELESS.items():
+                if mark in names:
+                    raise StepTimeError(
+                        f"{where}: a result of {program}, which does not tell the batch of a step",
+                        remedy=REMEDY,
+                    )
+            form = next((form for form in (*MEASURED, TABLE) if form.mark in names), None)
             if form is None and is_json:
                 return _saved(text, path)
             found.setdefault(form or TABLE, []).append(raw)
@@ -564,12 +571,12 @@ class StepTimes(Record):
         num_active_loras: int,
     ) -> Floats:
         curve, factor = self._curve_of(mode, num_active_loras)
-        of_full: Floats | None = None
+        of_full = None
         if mode is not CUDAGraphMode.FULL:
             full, _ = self._curve_of(CUDAGraphMode.FULL, num_active_loras)
-            if full is not None:
+            if full:
                 of_full = self.at(CUDAGraphMode.FULL, tokens, num_active_loras)
-        between: Floats | None = None
+        between = None
         if mode is CUDAGraphMode.PIECEWISE and of_full is not None:
             of_eager = self.at(CUDAGraphMode.NONE, tokens, num_active_loras)
             between = of_full + PIECEWISE_SHARE * np.maximum(of_eager - of_full, 0.0)
@@ -594,7 +601,7 @@ class StepTimes(Record):
             if other is mode:
                 break
             slower, slower_factor = self._curve_of(other, num_active_loras)
-            if slower is not None:
+            if slower:
                 times = slower_factor * slower.at(tokens)
                 at_last = slower_factor * slower.at(np.array(last))
                 saving = np.maximum(at_last - factor * longest, 0.0)
@@ -610,14 +617,14 @@ class StepTimes(Record):
 
     def measured_to(self, mode: CUDAGraphMode, num_active_loras: int = 0) -> int:
         curve, _ = self._curve_of(mode, num_active_loras)
-        if curve is not None:
+        if curve:
             return curve.points[-1][0]
         others = (CUDAGraphMode.FULL, CUDAGraphMode.NONE)  # which tell of PIECEWISE
         return min(self.measured_to(other, num_active_loras) for other in others)
 
     def told_apart(self, cases: Iterable[int]) -> tuple[int, ...]:
         """The LoRA cases worth planning for: the largest of those whose graphs take equal times."""
-        found: dict[Any, int] = {}
+        found = {}
         for case in sorted(cases):
             piecewise = self._curve_of(CUDAGraphMode.PIECEWISE, case)
             full = self._curve_of(CUDAGraphMode.FULL, case)
@@ -668,10 +675,10 @@ class StepSurface(NamedTuple):
         """From CSV with a column for each name and ``microseconds``, or a bench's JSON, of a full
         grid. Of equal sizes the longest time counts. Raises StepTimeError.
         """
-        rows: list[tuple[tuple[int, ...], list[float]]] = []
+        rows = []
         try:
             for record in _Bench.model_validate_json(text).records:
-                if record.graph is not None:
+                if record.graph:
                     ran = record.descriptor
                     sizes = ran.num_tokens, *ran.sizes
                     rows.append((sizes, [record.graph.median, record.eager.median]))
@@ -723,24 +730,12 @@ def _name(mode: CUDAGraphMode) -> str:
     return "eager" if mode is CUDAGraphMode.NONE else str(mode)
 
 
-def _form_of(row: RawRow) -> StepForm[Any] | None:
-    """Raises StepTimeError for results without step times."""
-    where, names, _ = row
-    for mark, program in TIMELESS.items():
-        if mark in names:
-            raise StepTimeError(
-                f"{where}: a result of {program}, which does not tell the batch of a step",
-                remedy=REMEDY,
-            )
-    return next((form for form in (*MEASURED, TABLE) if form.mark in names), None)
-
-
 def _of_rows(
     found: Mapping[StepForm[Any], Sequence[RawRow]],
     path: str | Path,
 ) -> StepTimes:
-    runs: list[Timed] = []
-    cells: set[tuple[str, str]] = set()
+    runs = []
+    cells = set()
     for form, raws in found.items():
         for _, row in form.read(raws):
             runs += row.runs
@@ -822,9 +817,8 @@ def _saved(
                 remedy="Give a bench of this configuration, or plan with the `dims` of that bench.",
             )
         case = ran.num_active_loras
-        eager = record.eager.median
-        runs.append(Timed(CUDAGraphMode.NONE, record.num_tokens, eager, case=case))
-        if record.mode is not CUDAGraphMode.NONE and record.graph is not None:
+        runs.append(Timed(CUDAGraphMode.NONE, record.num_tokens, record.eager.median, case=case))
+        if record.mode is not CUDAGraphMode.NONE and record.graph:
             time = record.graph.median
             runs.append(Timed(record.mode, ran.num_tokens, time, not ran.uniform, case=case))
     source = f"{path}, {found.device}" if found.device else str(path)
