@@ -1,7 +1,5 @@
 """Capture a model in one call."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence

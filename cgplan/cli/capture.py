@@ -1,7 +1,5 @@
 """`cgplan capture`, `bench`, `doctor` and `audit`: load the model, capture, measure."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -13,14 +11,7 @@ from cgplan.captures.audit import audit_error
 from cgplan.captures.captured_keys import CaptureProgress
 from cgplan.captures.model_graphs import SINGLE_RANK, RankSync
 from cgplan.cli.options import DoctorRequest, Prepared
-from cgplan.cli.output import (
-    has_ranks,
-    is_first_rank,
-    note,
-    prints_aside,
-    progress,
-    save,
-)
+from cgplan.cli.output import has_ranks, is_first_rank, note, prints_aside, progress, save
 from cgplan.cli.plan import announcements
 from cgplan.config import Config
 from cgplan.distributed import (
@@ -205,7 +196,7 @@ def _fitted(
     request: DoctorRequest,
 ) -> Plan:
     path = request.plan
-    notes: list[str] = []
+    notes = []
     if path:
         machine = backend.environment(plan.config_hash).as_machine
         try:

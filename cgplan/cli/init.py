@@ -1,7 +1,5 @@
 """`cgplan init`: a starting configuration from a model's forward, or from one call."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 
@@ -103,10 +101,10 @@ def _first_layers(module: nn.Module) -> dict[str, tuple[str, nn.Module]]:
         graph = fx.Tracer().trace(module, concrete_args=defaults)
     except Exception:  # of the model's code
         return {}
-    found: dict[str, tuple[str, nn.Module]] = {}
+    found = {}
     for node in graph.nodes:
         layer = _first_layer(node, module) if node.op == "placeholder" else None
-        if layer is not None:
+        if layer:
             found[str(node.target)] = layer
     return found
 
@@ -136,7 +134,7 @@ def _guess(
     dtype = "float32"
     shape: tuple[int | str, ...] = ("num_tokens",)
     pad = 0
-    example: tuple[int, int] | None = None
+    example = None
     if layer is not None:
         weights = next(layer.parameters(), None)
         dtype = dtype if weights is None else str(weights.dtype).removeprefix("torch.")

@@ -1,7 +1,5 @@
 """`cgplan inspect` of a configuration or of vLLM's options, and `cgplan vllm check`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from enum import Enum
 from pathlib import Path
@@ -13,7 +11,7 @@ from rich.console import RenderableType
 
 from cgplan.cli.options import InspectRequest
 from cgplan.cli.output import note, prints_aside, show, wrapped
-from cgplan.config import Config, LoadedConfig, read_config
+from cgplan.config import LoadedConfig, read_config
 from cgplan.config.load import read_text
 from cgplan.config.reference import inline_yaml
 from cgplan.errors import PlanError, PlanMismatchError, ReportError
@@ -47,7 +45,7 @@ def inspect_config(request: InspectRequest, vllm: VllmConfig | None) -> None:
     loaded = vllm.loaded if vllm else read_config(request.path, request.settings())
     plan = within_count(build_plan(loaded.config), loaded.config)
     notes: list[str] = []
-    costs: GraphCosts | None = None
+    costs = None
     if request.costs is not None:
         from cgplan.cli.plan import costs_of
 
@@ -120,7 +118,7 @@ def check_vllm(
         f"{describe_sizes(sorted({key.num_tokens for _, key in plan.keys}))}",
         *describe_batches(plan),
     ]
-    others = list[str]()
+    others = []
     log = None
     nbytes = 0
     if file:
@@ -169,9 +167,26 @@ def check_vllm(
 
 
 def origin_rows(loaded: LoadedConfig, plan: Plan) -> list[Row]:
-    resolved = _resolved(loaded.config, plan)
-    rows: list[Row] = []
-    for row in _rows(loaded.config, "", loaded):
+    config = loaded.config
+    given = config.compilation
+    resolved = {}
+    sizes = f"{describe_sizes(plan.capture_sizes)} ({len(plan.capture_sizes)})"
+    if plan.changes:
+        reasons = ", ".join(change.reason.partition(":")[0] for change in plan.changes)
+        resolved["compilation.cudagraph_mode"] = f"{plan.mode} (from {reasons})"
+    if plan.capture_sizes != given.cudagraph_capture_sizes:
+        source = plan.sizes_source
+        if plan.capture_sizes != build_plan(config).capture_sizes:
+            source += ", budget.max_graphs"
+        resolved["compilation.cudagraph_capture_sizes"] = f"{sizes} (from {source})"
+    if plan.max_capture_size != given.max_cudagraph_capture_size:
+        resolved["compilation.max_cudagraph_capture_size"] = (
+            f"{plan.max_capture_size} (from cudagraph_capture_sizes)"
+        )
+    if config.report.sizes is None:
+        resolved["report.sizes"] = f"{sizes} (from cudagraph_capture_sizes)"
+    rows = []
+    for row in _rows(config, "", loaded):
         found = resolved.get(row.key)
         if found is not None and row.origin == "default":
             row = Row(row.key, found, "resolved")
@@ -198,24 +213,3 @@ def _rows(section: BaseModel, prefix: str, loaded: LoadedConfig) -> Iterator[Row
                 inner = [*inner]
             text = "absent" if inner is None else inline_yaml(inner)
             yield Row(key, text, loaded.origin(key) if is_given else "default")
-
-
-def _resolved(config: Config, plan: Plan) -> dict[str, str]:
-    given = config.compilation
-    found: dict[str, str] = {}
-    sizes = f"{describe_sizes(plan.capture_sizes)} ({len(plan.capture_sizes)})"
-    if plan.changes:
-        reasons = ", ".join(change.reason.partition(":")[0] for change in plan.changes)
-        found["compilation.cudagraph_mode"] = f"{plan.mode} (from {reasons})"
-    if plan.capture_sizes != given.cudagraph_capture_sizes:
-        source = plan.sizes_source
-        if plan.capture_sizes != build_plan(config).capture_sizes:
-            source += ", budget.max_graphs"
-        found["compilation.cudagraph_capture_sizes"] = f"{sizes} (from {source})"
-    if plan.max_capture_size != given.max_cudagraph_capture_size:
-        found["compilation.max_cudagraph_capture_size"] = (
-            f"{plan.max_capture_size} (from cudagraph_capture_sizes)"
-        )
-    if config.report.sizes is None:
-        found["report.sizes"] = f"{sizes} (from cudagraph_capture_sizes)"
-    return found

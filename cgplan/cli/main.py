@@ -1,7 +1,5 @@
 """The commands. Each imports its modules when it runs: `--help` answers at once."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from contextlib import suppress

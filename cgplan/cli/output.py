@@ -72,10 +72,9 @@ def check_outputs(
     """Raise OutputPathError for a file that is an input, is named twice, or cannot be written."""
     import tempfile  # 2 ms
 
-    taken: dict[Path, str] = {}
-    for given in inputs:
-        if given is not None:
-            taken[Path(given).resolve()] = "is an input of the command"
+    taken = {
+        Path(given).resolve(): "is an input of the command" for given in inputs if given is not None
+    }
     for file in outputs:
         if not file:
             continue

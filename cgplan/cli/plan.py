@@ -231,7 +231,7 @@ def run_plan(
             "--assume-default-times.",
         )
     priced = costs_of(loaded, request.costs)
-    plans_for: Engine | None = engine or ("vllm" if vllm else None)
+    plans_for = engine or ("vllm" if vllm else None)
     if config.dims and (has_traffic or request.costs or request.emit):
         plan = _for_sizes(config, loads, priced, is_emitted=request.emit is not None)
     elif has_traffic:
@@ -244,7 +244,7 @@ def run_plan(
         told = [f"{label}: {text}" for label, text in said(plan)]
         for line in dict.fromkeys((*announcements(plan), *told)):
             note(line)
-    evidence: dict[str, Any] = plan.evidence or {}
+    evidence = plan.evidence or {}
     doubt = (evidence.get("step_times") or {}).get("doubt")
     if plans_for and may_be_emitted and not doubt:
         plan = with_emission(plan, plans_for, parallelism)
@@ -281,7 +281,7 @@ def run_check(path: Path, loads: Loads, max_regret: float | None, shown: Shown) 
             remedy="Plan for the new traffic, and compare the two with `cgplan plan diff`.",
         )
     made = Evidence.model_validate(plan.evidence) if plan.evidence else None
-    budget: dict[str, Any] = dict(plan.budget)
+    budget = dict(plan.budget)
     if made and "slo" in made.binding:
         budget["max_graphs"] = plan.num_graphs
     config = plan.settings.with_values("budget", **budget)
@@ -443,7 +443,7 @@ def _for_sizes(
     from cgplan.traffic.step_times import REMEDY, StepSurface
 
     surface = None
-    doubts: dict[str, Any] = {}
+    doubts = {}
     file = loads.step_times
     if file:
         text = read_text(file, StepTimeError, REMEDY)
@@ -556,9 +556,9 @@ def _sources(
 
     rate = config.traffic.request_rate if config.traffic else None
     servers = 1 if config.distributed.data_parallel_sync else replicas
-    found: list[Source] = []
-    for file, speed in loads.files:
-        found.append(read_traffic(file, plan, speedup=speed, request_rate=rate))
+    found = [
+        read_traffic(file, plan, speedup=speed, request_rate=rate) for file, speed in loads.files
+    ]
     if config.traffic and not found:
         found.append(synthetic_requests(config.traffic, plan))
     sources: list[tuple[Source, float]] = []

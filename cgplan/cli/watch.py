@@ -1,7 +1,5 @@
 """`cgplan watch`: a command whose processes tell what became of their graphs' memory."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -74,7 +72,7 @@ def _watched(
         }
         # standard output is for the JSON
         code = _run(command, environment, sys.stderr if request.as_json else None)
-        found = list[tuple[str, WatchReport]]()
+        found = []
         files = sorted(Path(folder).glob("*.json"))
         for file in files:
             report = load_report(file)

@@ -18,21 +18,8 @@ from cgplan.modes import Key
 from cgplan.optimizer.evidence import Evidence, PaddingMap, ParetoPoint, SizeUse
 from cgplan.planning import Plan
 from cgplan.planning.plan import Emission, Lane, Predicted
-from cgplan.reports.layout import (
-    Bytes,
-    Column,
-    Fact,
-    Facts,
-    Grid,
-    TextColumn,
-    percent,
-    render,
-)
-from cgplan.reports.plan_tables import (
-    POINT,
-    STEP,
-    USES,
-)
+from cgplan.reports.layout import Bytes, Column, Fact, Facts, Grid, TextColumn, percent, render
+from cgplan.reports.plan_tables import POINT, STEP, USES
 from cgplan.reports.records import (
     AuditReport,
     BenchReport,
@@ -55,13 +42,7 @@ from cgplan.reports.run_tables import (
     latencies,
     queued,
 )
-from cgplan.units import (
-    format_bytes,
-    format_microseconds,
-    format_ratio,
-    format_seconds,
-    grouped,
-)
+from cgplan.units import format_bytes, format_microseconds, format_ratio, format_seconds, grouped
 from cgplan.version import __version__
 
 HERE = Path(__file__).parent
@@ -130,13 +111,13 @@ def html_of(page: Page, text: str) -> str:
     shell: Template = Template(
         page_text, autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
-    drawn = list[Any]()
+    drawn = []
     pages = (page, *page.others)
     for part in pages:
         for section in part.sections:
             columns = section.table.columns
             units = [(column.name, UNITS.get(column.format, "")) for column in columns]
-            rows: list[list[Any]] = []
+            rows = []
             for row in section.table.rows if section.charts else ():
                 rows.append(
                     [(column.cell if column.left else column.of)(row) for column in columns],
@@ -155,7 +136,7 @@ def html_of(page: Page, text: str) -> str:
 
 
 def table_of(rows: Iterable[Any], formats: Mapping[str, Format]) -> Grid:
-    columns = list[Column]()
+    columns = []
     for place, (title, shown) in enumerate(formats.items()):
         kind = TextColumn if shown is str else Column
         columns.append(kind(title, str(place), shown))
@@ -168,7 +149,7 @@ def page_of(report: Any) -> Page:
         pages = [page_of(each)._replace(file=file) for file, each in report.reports.items()]
         return pages[0]._replace(others=pages[1:])
     found = list(_facts_in(render(report)))
-    rows: list[Fact] = []
+    rows = []
     for part in found:
         rows += [row for row in part.rows if row[0] in NOTED]
     capture = getattr(report, "capture", report)
@@ -321,8 +302,8 @@ def _predicted(plan: Plan) -> dict[str, Parts]:
 
 
 def _memory(sides: Mapping[str, Parts]) -> Section:
-    rows = dict[tuple[str, str], Row]()
-    charts = list[Chart]()
+    rows = {}
+    charts = []
     for side, parts in sides.items():
         sizes = [size or 0 for size in parts.values()]
         whole = sum(sizes)
@@ -348,7 +329,7 @@ def _start_up(
     each: Sequence[Mapping[str, float]],
 ) -> Section:
     phases = [phase for phase in each[0] if any(seconds[phase] for seconds in each)]
-    rows = list[Row]()
+    rows = []
     for key, seconds in zip(keys, each, strict=True):
         rows.append((_name(key), *(seconds[phase] for phase in phases)))
     return Section(
@@ -421,7 +402,7 @@ def _curve(evidence: Evidence) -> Section:
 
 def _padding_map(found: PaddingMap) -> Section:
     first, second = (f"{name} up to" for name in found.names)
-    cells = list[Row]()
+    cells = []
     for size, shares in zip(found.rows, found.shares, strict=True):
         for other, share in zip(found.columns, shares, strict=True):
             if share is not None:
@@ -446,8 +427,8 @@ def _padding(plan: Plan, uses: Sequence[SizeUse]) -> Section:
     steps = "steps so far"
     shown = ["padding", steps] if uses else ["padding"]
     alike = grouped((sizes, lane) for lane, sizes in plan.lanes().items())
-    rows = list[Row]()
-    charts = list[Chart]()
+    rows = []
+    charts = []
     for sizes, lanes in alike.items():
         name = " and ".join(map(str, lanes))
         where = ("lane", name)

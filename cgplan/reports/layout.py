@@ -1,7 +1,5 @@
 """How reports look, in ASCII."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import (
     Callable,
@@ -73,7 +71,7 @@ def plain_text(
 
 def describe_sizes(sizes: Sequence[int], none: str = "none") -> str:
     """``(1, 2, 4, 8, 16, 24, 32)`` -> ``1, 2, 4, 8 to 32 by 8``; ``()`` -> ``none``."""
-    parts: list[str] = []
+    parts = []
     first = 0
     while first < len(sizes):
         last = first
@@ -172,7 +170,7 @@ class Grid:
         self, console: Console, options: ConsoleOptions
     ) -> Iterator[RenderableType]:
         columns = [column for column in self.columns if not column.on_page_alone]
-        cells: list[Lines] = []
+        cells = []
         for column in columns:
             texts = [column.cell(row) for row in self.rows]
             if self._short and not column.left:
@@ -188,7 +186,7 @@ class Grid:
             words: Iterable[str],
             style: str = "",
         ) -> Text:
-            placed: list[str] = []
+            placed = []
             for column, word, width in zip(
                 columns,
                 words,
@@ -244,7 +242,7 @@ def _widths(
     titles: Iterable[Lines],
     pieces: Iterable[Lines],
 ) -> list[int]:
-    widths = list[int]()
+    widths = []
     for title, piece in zip(titles, pieces, strict=True):
         lines = "\n".join([*title, *piece]).split("\n")
         widths.append(max(1, *map(len, lines)))
@@ -255,7 +253,7 @@ def _wrapped(
     text: str,
     width: int,
 ) -> Lines:
-    lines: Lines = []
+    lines = []
     joined = _UNIT.sub("\xa0", text)
     for part in joined.split("\n"):
         found = wrap(
@@ -356,7 +354,7 @@ def figures(
 
 
 def stacked(*parts: RenderableType | None) -> RenderableType:
-    lines: list[RenderableType] = []
+    lines = []
     for part in parts:
         if part is not None:
             lines += [part, Text()]

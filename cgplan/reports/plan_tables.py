@@ -102,7 +102,7 @@ def _plan(plan: Plan, whole: bool = True) -> RenderableType:
         head = Facts(f"Plan: {plan.graph_words}", [*rows, *said(plan, brief=not whole)])
         return stacked(head, padding, _to_paste(plan))
     evidence = Evidence.model_validate(plan.evidence)
-    details: list[RenderableType | None] = []
+    details = []
     if whole:
         details = [Facts("Graphs", rows), padding, *_details(evidence)]
     return stacked(*_answer(plan, evidence, whole), *details, _to_paste(plan))
@@ -167,7 +167,7 @@ def _more_rows(plan: Plan) -> Iterator[Fact]:
 
 
 def said(plan: Plan, brief: bool = False) -> list[Fact]:
-    evidence: dict[str, Any] = plan.evidence or {}
+    evidence = plan.evidence or {}
     notes = [*(plan.predicted.notes if plan.predicted else ()), *plan.notes]
     for name in ("traffic_notes", "times_notes", "notes"):
         notes += evidence.get(name, ())
@@ -185,8 +185,7 @@ def said(plan: Plan, brief: bool = False) -> list[Fact]:
 
 
 def _headline(plan: Plan, evidence: Evidence) -> str:
-    name = evidence.asked
-    named = (ladder for ladder in evidence.ladders if name in (None, ladder.name))
+    named = (ladder for ladder in evidence.ladders if evidence.asked in (None, ladder.name))
     ladder = next(named, None)
     graphs = plan.graph_words
     if ladder and (plan.keys or ladder.graphs):
@@ -248,7 +247,7 @@ def lane_table(plan: Plan) -> RenderableType | None:
         return None
     pairs = zip(plan.keys, plan.predicted.keys, strict=True)
     sizes = plan.lanes()
-    rows: list[tuple[Any, ...]] = []
+    rows = []
     for lane, costs in grouped((Lane.of(*key), cost) for key, cost in pairs).items():
         pool = sum(cost.pool_bytes for cost in costs)
         driver = sum(cost.driver_bytes for cost in costs)
@@ -292,7 +291,7 @@ def case_table(cases: Sequence[CaseCost], max_loras: int) -> RenderableType | No
 def _padding(plan: Plan) -> RenderableType:
     alike = grouped((sizes, lane) for lane, sizes in plan.lanes().items())
     beyond = "no graph" if len(alike) == 1 else "another lane, or no graph"
-    tables: list[RenderableType | None] = []
+    tables = []
     for sizes, lanes in alike.items():
         names = dict.fromkeys(str(lane._replace(num_active_loras=0)) for lane in lanes)
         title = " and ".join(names)
@@ -578,10 +577,11 @@ def _check(check: PlanCheck) -> RenderableType:
         return None if point is own or not theirs else getattr(own, figure) / theirs - 1
 
     compared = {"regret": "expected_us", "of decode": "decode_us", "of mixed": "mixed_us"}
-    regrets: list[Column] = []
-    for title, figure in compared.items():
-        if getattr(own, figure):
-            regrets.append(Column(title, partial(regret, figure), "{:+z.1%}".format))
+    regrets = [
+        Column(title, partial(regret, figure), "{:+z.1%}".format)
+        for title, figure in compared.items()
+        if getattr(own, figure)
+    ]
     uses = Grid(
         check.uses,
         *USES,

@@ -1,7 +1,5 @@
 """Measurements of a run, in bytes, seconds, microseconds (`_us`)."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -99,10 +97,6 @@ class Environment(Record):
         return self.backend == TAPE
 
     @property
-    def node_name(self) -> str:
-        return "operators" if self.is_tape else "nodes"
-
-    @property
     def notes(self) -> Iterable[str]:
         if self.is_tape:
             yield "bytes and times of the CPU stand-in say little about a GPU"
@@ -179,10 +173,6 @@ class StateRecord(Record):
     nbytes: int
     # device, host: put back from a copy; new: stays; not kept: not put back
     kept: Literal["device", "host", "new", "not kept"]
-
-    @property
-    def is_put_back(self) -> bool:
-        return self.kept in ("device", "host")
 
 
 class RankRecord(Record):

@@ -1,7 +1,5 @@
 """Reports of runs as tables: capture, bench, doctor, audit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -157,7 +155,8 @@ def captured(report: CaptureReport) -> Grid:
         columns.append(Column("LoRA", "descriptor.num_active_loras"))
     if any(record.graphs > 1 for record in report.records):
         columns.append(Column("graphs"))
-    columns += [Column(report.environment.node_name, "nodes"), Bytes("pool growth", "pool_growth")]
+    nodes = "operators" if report.environment.is_tape else "nodes"
+    columns += [Column(nodes, "nodes"), Bytes("pool growth", "pool_growth")]
     if report.driver_bytes is not None:
         columns.append(Bytes("driver", "driver_bytes"))
     columns.append(Seconds("warm-up", lambda r: r.warmup_seconds or None))
@@ -183,10 +182,10 @@ def _split(split: SplitRecord) -> RenderableType:
 
 
 def _state(report: CaptureReport) -> RenderableType | None:
-    left = [place for place in report.state if not place.is_put_back]
+    words = {"new": "new: stays", "not kept": "written, not put back"}
+    left = [place for place in report.state if place.kept in words]
     if not left:
         return None
-    words = {"new": "new: stays", "not kept": "written, not put back"}
     return Grid(
         left,
         TextColumn("state", "path"),
@@ -226,7 +225,7 @@ def _compared(
 
 
 def _without_graph(report: CaptureReport) -> Iterator[str]:
-    why: dict[Key, str] = {}
+    why = {}
     if report.budget:
         refused = (*report.budget.left_out, *report.budget.skipped)
         why = dict.fromkeys(refused, "over the budget")
@@ -362,8 +361,7 @@ def _range(values: Sequence[float], spec: str = ".3g") -> str:
 
 
 def _bench_rows(report: BenchReport) -> Iterator[Fact]:
-    capture = report.capture
-    yield from head_rows(capture.plan)[:-1]  # the table below has the sizes
+    yield from head_rows(report.capture.plan)[:-1]  # the table below has the sizes
     repeats = report.repeats
     yield "times", f"median and p99 of {repeats} calls; replay: graphs alone; host: of a call"
     adapters = {r.descriptor.num_active_loras for r in report.records if r.descriptor.has_lora}
@@ -375,13 +373,12 @@ def _bench_rows(report: BenchReport) -> Iterator[Fact]:
 
 
 def bench_notes(report: LatencyReport) -> Iterator[Fact]:
-    capture = report.capture
     slower = ", ".join(str(record.num_tokens) for record in report.records if record.is_slower)
     if slower and not report.environment.is_tape:
         longer = "graphs take the device longer than the model's own code at"
         about = "other kernels may be in them than run eagerly, see docs/troubleshooting.md"
         yield "note", f"{longer} {slower} tokens: {about}"
-    yield from labelled("warning", capture.warnings)
+    yield from labelled("warning", report.capture.warnings)
 
 
 def unsure(report: LatencyReport) -> list[str]:
@@ -441,7 +438,7 @@ def queued(report: BenchReport) -> Grid | None:
 
 def _floor_rows(report: LatencyReport) -> Iterator[Fact]:
     found = report.floor
-    if found is not None:
+    if found:
         rate = format_bytes(round(1e6 * found.bytes_per_us))
         read = format_bytes(found.weight_bytes)
         each = format_microseconds(found.kernel_us)
@@ -540,7 +537,7 @@ def baselines(measured: BaselinesRecord) -> Grid:
         ours = measured.of(OURS, record.num_tokens)
         return None if ours is None else getattr(record, name).median / getattr(ours, name).median
 
-    times: list[Column] = []
+    times = []
     for name in ("device", "latency", "host"):
         times.append(Microseconds(name, f"{name}.median"))
         times.append(Column(f"{name}\nx", partial(ratio, name), format_ratio))
@@ -713,7 +710,7 @@ def _words(pointed: Sequence[Any]) -> int:
 
 
 def _findings(report: AuditReport) -> RenderableType | None:
-    lines: list[str] = []
+    lines = []
     by_address = grouped((finding.address, finding) for finding in report.findings)
     for address, found in by_address.items():
         more = f"; {counted(len(found) - 1, 'more node')}" if len(found) > 1 else ""

@@ -1,7 +1,5 @@
 """Python runs this when it starts under `cgplan watch`: torch is watched from its import on."""
 
-from __future__ import annotations
-
 import atexit
 import os
 import runpy
@@ -97,5 +95,5 @@ if "CGPLAN_WATCH" in os.environ:
         Path(os.environ["CGPLAN_WATCH"], "python").touch()
 _here = str(Path(__file__).parent)
 _own = PathFinder.find_spec("sitecustomize", [path for path in sys.path if path != _here])
-if _own is not None and _own.origin is not None:
+if _own and _own.origin is not None:
     runpy.run_path(_own.origin)
