@@ -89,9 +89,9 @@ class Trace:
         """Trace a block. Raises CgplanError inside another one."""
         from torch._dynamo.callback import CallbackArgs, callback_handler
 
-        if Trace.current is not None:
+        if Trace.current:
             raise CgplanError("a trace is on already", remedy="End it first.")
-        begun: list[int] = []
+        begun = []
 
         def begins(_: CallbackArgs) -> None:
             begun.append(perf_counter_ns())
@@ -130,7 +130,7 @@ def span(name: str, **args: Any) -> Iterator[dict[str, Any]]:
     try:
         yield args
     finally:
-        if trace is not None:
+        if trace:
             trace.add(name, began, args)
 
 
@@ -292,7 +292,7 @@ class GraphBackend(ABC):
         """Device and host microseconds of each call. Device time begins when the idle device gets
         the call or, ``queued``, when it ends the call before.
         """
-        times = list[float]()
+        times = []
         for _ in range(repeats):
             start = perf_counter_ns()
             call()

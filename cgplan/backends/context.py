@@ -108,7 +108,7 @@ def deriving(derived: dict[str, Any]) -> Iterator[None]:
         context.derived = before
 
 
-@dataclass(slots=True)
+@dataclass
 class CaptureScope:
     """What a session lends to graph wrappers inside a model.
 
@@ -214,7 +214,7 @@ class AmbientState(NamedTuple):
         autocast = torch.autocast(device, self.autocast, enabled=self.autocast is not None)
         before = AmbientState.now(device)
         placed: AbstractContextManager[None] = nullcontext()
-        if self.device is not None and self.device != before.device:
+        if self.device and self.device != before.device:
             placed = DeviceContext(self.device)
         torch.set_default_dtype(self.dtype)
         try:

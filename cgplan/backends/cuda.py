@@ -362,9 +362,8 @@ class CudaBackend(GraphBackend):
         """Of all pools: asked for one, or without traces, memory_snapshot takes a reference too
         many (pytorch pull request 196366), and the 256th pool crashes the process.
         """
-        index = self.device.index
         segments = torch.cuda.memory._snapshot()["segments"]
-        return [segment for segment in segments if segment["device"] == index]
+        return [segment for segment in segments if segment["device"] == self.device.index]
 
     def _of_pools(self, *pools: CudaPool) -> list[dict[str, Any]]:
         handles: list[Any] = []

@@ -27,7 +27,7 @@ _SIZE = 2
 _BUFFER = 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class GraphNodes:
     """In order, then those of child graphs.
 
@@ -187,7 +187,7 @@ class CudaNodes:
         )
 
     def read(self, raw: int) -> GraphNodes:
-        found: list[_Read] = []
+        found = []
         opaque = 0
         for kind, node in self._nodes(self._driver.CUgraph(raw)):
             reader = self._readers.get(kind)
@@ -253,7 +253,7 @@ class CudaNodes:
         return _Read(kernel.name, words, b"\1" * length)
 
     def _look_up(self, function: Any) -> _Kernel:
-        lengths: dict[int, int] = {}
+        lengths = {}
         certain = b""
         for number in count():
             error, _, size = self._driver.cuFuncGetParamInfo(function, number)

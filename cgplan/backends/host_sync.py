@@ -1,7 +1,5 @@
 """Operators that need the host."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -55,7 +53,7 @@ _INDEXING = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index
 _TO_HOST = " from the device to the host"
 
 
-@dataclass(slots=True)
+@dataclass
 class Refusals:
     """Operators that needed the host.
 
@@ -175,7 +173,7 @@ def _host_method(plain: Function) -> Function:
         **kwargs: Any,
     ) -> Any:
         refusals = _guarded.refusals
-        if refusals is not None and not refusals.is_constant(tensor):
+        if refusals and not refusals.is_constant(tensor):
             refusals.refuse(f"Tensor.{plain.__name__}()", tensor)
         return plain(tensor, *args, **kwargs)
 
@@ -427,7 +425,7 @@ def count_writes(
 def tensors_in(tree: Any) -> list[Tensor]:
     if isinstance(tree, Tensor):
         return [tree]
-    found = list[Tensor]()
+    found = []
     for leaf in tree_leaves(tree):
         if isinstance(leaf, Tensor):
             found.append(leaf)

@@ -3,8 +3,6 @@
 docs/concepts.md, Code that asks whether a capture is under way, says why its answers differ.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -24,7 +22,7 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
     """``__setattr__`` runs for classes only."""
     attributes = vars(owner)
     write = partial(setattr, owner) if isinstance(owner, type) else attributes.__setitem__
-    before = dict[str, Any]()
+    before = {}
     for name, value in values.items():
         if name in attributes:
             before[name] = attributes[name]

@@ -79,7 +79,7 @@ class Step:
     is_posted: bool
 
 
-@dataclass(slots=True)
+@dataclass
 class _Before:
     generators: dict[torch.Generator, Tensor]
     memory: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = field(
@@ -176,7 +176,7 @@ class Recorder(DispatchMode):
         del tape.steps[known:]
         if tape.launches is not None:
             del tape.launches[known:]
-        assert refusals.first is not None
+        assert refusals.first
         note = (
             f"{refusals.first.message}; the tape calls operator {name} again on each replay, a "
             "GPU may refuse it"
@@ -237,7 +237,7 @@ class Tape:
     ) -> Any:
         leaves, spec = tree_flatten((args, kwargs))
         given = _storages(func, leaves)
-        call: Callable[..., Any] = as_its_caller(func, func, "cpu")
+        call = as_its_caller(func, func, "cpu")
         is_lifted = func is torch.ops.aten.lift_fresh.default
         if func.namespace == "aten" and operator_of(func).is_view and not is_lifted:
             result = call(*args, **kwargs)
@@ -281,8 +281,8 @@ class Tape:
         given: set[int],
     ) -> list[tuple[int, Tensor]]:
         """Into the pool: ``results`` that lie on none of the storages ``given``."""
-        copies: list[tuple[int, Tensor]] = []
-        blocks: dict[int, torch.UntypedStorage] = {}
+        copies = []
+        blocks = {}
         for i, leaf in enumerate(results):
             if not isinstance(leaf, Tensor):
                 continue
@@ -325,7 +325,7 @@ class Tape:
 
 
 def _storages(func: Any, leaves: list[Any]) -> set[int]:
-    found = set[int]()
+    found = set()
     for tensor in leaves:
         if not isinstance(tensor, Tensor):
             continue
@@ -546,7 +546,7 @@ class TapeBackend(GraphBackend):
     def end(self, graph: TapeGraph) -> None:
         """Raises HostSyncError even if the forward caught it."""
         tape = self._stop(graph)
-        if tape.refusals.first is not None:
+        if tape.refusals.first:
             self._trim(graph.pool)
             raise tape.refusals.first
         graph.steps = tape.steps
@@ -582,8 +582,8 @@ class TapeBackend(GraphBackend):
 
     def nodes(self, graph: TapeGraph) -> GraphNodes:
         steps = graph.steps or []
-        tensors: list[Tensor] = []
-        nodes: list[int] = []
+        tensors = []
+        nodes = []
         for index, step in enumerate(steps):
             given: Args = (step.call.args, step.call.keywords)
             if step.operator == "aten::lift_fresh":  # of Python's numbers
@@ -664,7 +664,7 @@ class TapeBackend(GraphBackend):
             self._trim(pool)
 
     def _stop(self, graph: TapeGraph) -> Tape:
-        assert graph.under_way is not None, "no capture is under way in this graph"
+        assert graph.under_way, "no capture is under way in this graph"
         tape, modes = graph.under_way
         graph.under_way = None
         modes.close()

@@ -20,7 +20,7 @@ _STEPS = 256  # of the precision, for sums in another order
 _HUGE = 1e30  # values of masks
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Difference:
     """Of one part of two outputs.
 

@@ -109,7 +109,7 @@ class StagingBlocks:
                 self.close()
                 size = max(LEAST_BYTES, 1 << (nbytes - 1).bit_length())
                 self._blocks += [self.allocate(size), self.allocate(size)]  # both or none
-            elif fence is not None:
+            elif fence:
                 fence.synchronize()
                 self._fences[self._turn] = None
             block = self._blocks[self._turn]
@@ -205,7 +205,7 @@ def load_copy_kernel(index: int) -> CopyKernel | None:
             for name, found in functions.items():
                 code = driver.cuModuleGetFunction(ctypes.byref(found), module, name)
                 codes.append(code)
-        launch: Any = driver.cuLaunchKernelEx
+        launch = driver.cuLaunchKernelEx
     except (ImportError, OSError, RuntimeError, AttributeError):
         return None
     if any(codes):
@@ -279,7 +279,7 @@ class _Target:
         self.slices = 1
         self.row_bytes = tensor.nbytes
         self.counted = (0, 0, 0)
-        if buffer.row_dim is not None and buffer.rows is not None:
+        if buffer.row_dim is not None and buffer.rows:
             rows = buffer.rows
             row = tensor.shape[buffer.row_dim + 1 :]
             self.row_bytes = row.numel() * tensor.itemsize

@@ -161,7 +161,7 @@ class StaticBuffers:
         self, specs: Mapping[str, Input], num_tokens: int, num_reqs: int, device: torch.device
     ) -> None:
         self.marks = Marks()
-        self.buffers: dict[str, StaticBuffer] = {}
+        self.buffers = {}
         try:
             for name, spec in specs.items():
                 buffer = StaticBuffer(spec, num_tokens, num_reqs, device, self.marks)
@@ -174,7 +174,7 @@ class StaticBuffers:
                 f"no memory for static buffers of {num_tokens} tokens: {first_line(error)}",
                 remedy="Lower compilation.max_cudagraph_capture_size, or fixed dimensions.",
             ) from error
-        self.bounds: list[int] = []
+        self.bounds = []
         for buffer in self.buffers.values():
             start = buffer.tensor.data_ptr()
             nbytes = buffer.tensor.nbytes

@@ -145,7 +145,7 @@ def audit(
         at_capture=graphs.addresses.at_capture(),
         own_pools=graphs.pools.handles,
     )
-    findings = list[Finding]()
+    findings = []
     for stale in owners.stale():
         pointer = stale.pointer
         mode, descriptor = pointer.graph.key
@@ -160,7 +160,7 @@ def audit(
             )
         )
     opaque = sum(graph.nodes.opaque for graph in captured)
-    notes = list[str]()
+    notes = []
     if opaque:
         notes.append(f"{counted(opaque, 'node')} cannot be read")
     if any(finding.operator is None for finding in findings):
@@ -192,7 +192,7 @@ def audit_error(report: AuditReport) -> AuditError:
 
 
 def _captured(graphs: ModelGraphs) -> list[ReadGraph]:
-    found = list[ReadGraph]()
+    found = []
     for key, entry in graphs.captured():
         found += [
             ReadGraph(
@@ -220,7 +220,7 @@ def pointers_of(
     on_host: bool,
 ) -> list[Pointer]:
     least = _LEAST_ON_HOST if on_host else _LEAST
-    found = list[Pointer]()
+    found = []
     for graph in captured:
         nodes = graph.nodes.nodes.tolist()
         certain = graph.nodes.certain.tolist()
@@ -274,7 +274,7 @@ def proofs_of(
     nodes, other = map(backend.nodes, graphs)
     if nodes.names != other.names or nodes.words.size != other.words.size:
         return None
-    found = dict[int, Owner]()
+    found = {}
     for index, words in enumerate(zip(nodes.words.tolist(), other.words.tolist(), strict=True)):
         block, there = map(blocks.find, words)
         if block is None or there is None or not is_among(pools[:1], block.pool):
@@ -325,15 +325,14 @@ def owner_records(counts: Iterable[Mapping[Owner, int]]) -> tuple[OwnerRecord, .
     for of_key in counts:
         words.update(of_key)
         keys.update(of_key.keys())
-    records = [
+    return tuple(
         OwnerRecord(
             **owner._asdict(),
             words=count,
             keys=keys[owner],
         )
         for owner, count in words.most_common()
-    ]
-    return tuple(records)
+    )
 
 
 def launch_of(
@@ -381,7 +380,7 @@ class Owners:
         self._pointers = pointers_of(captured, on_host=backend.is_tape)
         self.counts = {graph.key: Counter[Owner]() for graph in captured}
         keys = dict[int, set[Any]]()
-        certain = set[int]()
+        certain = set()
         for pointer in self._pointers:
             keys.setdefault(pointer.address, set()).add(pointer.graph.key)
             if pointer.is_certain:
@@ -402,7 +401,7 @@ class Owners:
                 continue
             kind = owner.kind
             path, has_moved, is_proven = "", False, False
-            if place_of is not None:
+            if place_of:
                 path, has_moved, is_proven = place_of(pointer, owner)
             is_problem = kind in PROBLEMS
             if is_problem or (has_moved and kind not in ("graph pool", "proven", "disproven")):
@@ -434,7 +433,7 @@ class Owners:
         if is_among(self._own_pools, block.pool):
             taken = "free" if block.is_free else "taken"
             return Owner("graph pool", f"{taken} ({turns})")
-        if owner is not None and not block.is_free:
+        if owner and not block.is_free:
             return owner
         if block.pool == "library":
             return Owner("library", "workspaces of cuBLAS")
@@ -453,7 +452,7 @@ class Owners:
                 return None
             was = self._was(address, address + 1, address)
             return Owner("unmapped", f"no memory is there now{was}")
-        if owner is not None:
+        if owner:
             return owner
         if kind == "device":
             return Owner("library", "memory outside of PyTorch's allocator")
@@ -516,7 +515,6 @@ class Owners:
 
 def _state(graphs: ModelGraphs) -> Iterator[tuple[int, int, Owner]]:
     record = graphs.fingerprint()
-    device = graphs.backend.device.type
     parts = {id(held.value) for held in record.contents.values() if held.holds == "parts"}
     declared = {id(place.value) for place in record.of_tensors if id(place.container) in parts}
     for place in record.of_tensors:
@@ -524,7 +522,7 @@ def _state(graphs: ModelGraphs) -> Iterator[tuple[int, int, Owner]]:
         if span is None:
             continue
         kind: OwnerKind = "state"
-        if place.value.device.type != device:
+        if place.value.device.type != graphs.backend.device.type:
             kind = "host memory"
         elif id(place.value) in declared:
             kind = "parameter or buffer"
@@ -535,14 +533,14 @@ def _state(graphs: ModelGraphs) -> Iterator[tuple[int, int, Owner]]:
         box = f" of {'x'.join(map(str, sizes))}" if sizes else ""
         for name, buffer in buffers.buffers.items():
             span = span_of(buffer.tensor)
-            assert span is not None
+            assert span
             yield *span, Owner("static buffer", f"{name}{box}", span[1] - span[0])
 
 
 def living_tensors() -> Iterator[tuple[Tensor, tuple[int, int]]]:
     for tensor in living(Tensor):
         span = span_of(tensor)
-        if span is not None:
+        if span:
             yield tensor, span
 
 

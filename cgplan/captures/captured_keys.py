@@ -11,8 +11,6 @@ Note [Giving a key up]
     service, else               the next key; no new pool
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -94,21 +92,15 @@ class CapturedKeys:
         self.history: list[GraphRecord] = []
         self.report: CaptureReport
         self._records: dict[Key, GraphRecord] = {}
-        self.guard = BudgetGuard(
-            graphs,
-            self._records,
-            self.before,
-        )
+        self.guard = BudgetGuard(graphs, self._records, self.before)
         self._capturer = Capturer(graphs)
         self._environment = graphs.backend.environment(self.asked.config_hash)
         in_plan = set(self.wanted.keys)
         self._left_out = [key for key in self.asked.keys if key not in in_plan]
         self._survivable: tuple[type[CgplanError], ...] = ()
         if self.guard.active:
-            self._survivable = (
-                CaptureMemoryError,
-                RankFailedError,  # in a sum that a rank out of memory left
-            )
+            # another rank ran out of memory in a sum
+            self._survivable = (CaptureMemoryError, RankFailedError)
         self._loaded_bytes: int | None = None  # of kernels
         self._workspace_bytes: int | None = None  # None: nothing was captured
         self._seconds = 0.0
@@ -120,7 +112,7 @@ class CapturedKeys:
 
     def reason_against(self, key: Key) -> MissReason:
         failed = self.failed.get(key)
-        if failed is not None and not failed.is_over_budget:
+        if failed and not failed.is_over_budget:
             return MissReason.CAPTURE_FAILED
         if failed is None and self.graphs.on_demand and key in self.wanted.keys:
             return MissReason.NOT_CAPTURED_YET
@@ -250,7 +242,7 @@ class CapturedKeys:
             self._free_all()
             self.graphs.ranks.dropped()
             done = 0
-        if self.graphs.real_rows is not None:  # else `refill` takes them for the model's writes
+        if self.graphs.real_rows:  # else `refill` takes them for the model's writes
             self.graphs.buffers.fill_padding()
 
     def _capture_one(
@@ -336,7 +328,17 @@ class CapturedKeys:
         if graphs.on_demand:
             waiting = sum(key not in self.failed for key in missing)
             missing = []
-        warnings = [*plan.warnings, *self._warnings()]
+        warnings = list(plan.warnings)
+        empty = [str(record.descriptor) for record in records if record.nodes == 0]
+        if empty:
+            warnings.append(
+                f"graphs without any kernel: {listed(empty)}; does the model run on this device?"
+            )
+        if self._capturer.returns_nothing:
+            warnings.append("the model returned no tensor: is there a return in its forward?")
+        if isinstance(graphs.model, torch.nn.Module) and graphs.model.training:
+            warnings.append("the model is in training mode: call .eval() before the capture")
+        warnings += [*graphs.route.warnings(), *graphs.facts.notes]
         if not records and (self._left_out or missing):
             warnings.append(NO_GRAPH)
         driver = self._loaded_bytes
@@ -387,20 +389,6 @@ class CapturedKeys:
             return plan
         predicted = predicted.changed(static_bytes=graphs.buffers.nbytes)
         return plan.changed(predicted=predicted)
-
-    def _warnings(self) -> list[str]:
-        graphs = self.graphs
-        warnings = list[str]()
-        empty = [str(record.descriptor) for record in self._records.values() if record.nodes == 0]
-        if empty:
-            warnings.append(
-                f"graphs without any kernel: {listed(empty)}; does the model run on this device?"
-            )
-        if self._capturer.returns_nothing:
-            warnings.append("the model returned no tensor: is there a return in its forward?")
-        if isinstance(graphs.model, torch.nn.Module) and graphs.model.training:
-            warnings.append("the model is in training mode: call .eval() before the capture")
-        return warnings + graphs.route.warnings() + graphs.facts.notes
 
 
 NO_GRAPH = "no graph was captured within this budget: every batch runs eagerly"
@@ -460,10 +448,8 @@ class BudgetGuard:
         self.spent_seconds = 0.0
         self._predicted = dict[Key, KeyCost]()
         plan = graphs.plan
-        if plan.predicted is not None:
+        if plan.predicted:
             self._predicted = dict(zip(plan.keys, plan.predicted.keys, strict=True))
-
-    # --- seconds ----------------------------------------------------------------------------------
 
     @contextmanager
     def timed(self) -> Iterator[None]:
@@ -476,8 +462,6 @@ class BudgetGuard:
     @property
     def used_seconds(self) -> float:
         return time.perf_counter() - self._start
-
-    # --- bytes ------------------------------------------------------------------------------------
 
     def start_in_service(self) -> None:
         """Memory allocated since the session began belongs to others."""
@@ -503,8 +487,6 @@ class BudgetGuard:
         held = graphs.backend.memory().reserved - self._reserved
         pool = graphs.pools.nbytes - self.shared_bytes
         return held - graphs.copied_bytes - pool
-
-    # --- keys -------------------------------------------------------------------------------------
 
     def allows(self, key: Key) -> bool:
         return not self._graphs.ranks.any_refuses(self.active and self._refuses(key))
@@ -573,7 +555,7 @@ class BudgetGuard:
     def _expected(self, key: Key) -> tuple[int, float]:
         """The driver takes chunks, so the largest counts."""
         cost = self._predicted.get(key)
-        if cost is not None:
+        if cost:
             return cost.pool_bytes + cost.driver_bytes, cost.seconds
         records = list(self._records.values())
         alike = [record for record in records if record.mode is key[0]] or records

@@ -97,7 +97,7 @@ class _Attempt:
 
     @property
     def has_compiled(self) -> bool:
-        assert self.before is not None, "the capture has begun"
+        assert self.before, "the capture has begun"
         return _Clock.now().compile_seconds > self.before.compile_seconds
 
 
@@ -161,7 +161,7 @@ class Capturer:
             log = backend.logging_operators()
         graphs.scope.pool = graphs.pools.of(key)
         graphs.scope.entries = []
-        if graphs.real_rows is not None:
+        if graphs.real_rows:
             graphs.real_rows.fill(graphs.views(descriptor))
         try:
             rehearsal.look(key)
@@ -344,7 +344,7 @@ class Capturer:
         after = backend.memory()
         began = attempt.began
         now = _Clock.now()
-        nodes = list[int]()
+        nodes = []
         eager_pieces = 0
         capture_seconds = 0.0
         for entry in self._graphs.scope.entries:

@@ -1,7 +1,5 @@
 """Typed errors of a session, with the key, the user's line and the remedy."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import traceback
@@ -39,7 +37,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def drop_locals(error: BaseException) -> None:
     """Clear locals of passed frames: they hold tensors."""
-    passed = set[int]()
+    passed = set()
     waiting: list[BaseException | None] = [error]
     while waiting:
         found = waiting.pop()
@@ -79,7 +77,7 @@ def explain_failure(
     if isinstance(error, CaptureError):
         told = error
         # the forward caught the host sync's error
-        if type(error) is CaptureError and needs_host and host_sync is not None:
+        if type(error) is CaptureError and needs_host and host_sync:
             told = host_sync
         return type(told)(f"capture of {key}: {told.message}", remedy=told.remedy)
     if isinstance(error, CgplanError):
@@ -93,7 +91,7 @@ def explain_failure(
             remedy="Hold it in an attribute of the model, or pass it to "
             "backend.register_generator first.",
         )
-    if needs_host and host_sync is not None:
+    if needs_host and host_sync:
         return HostSyncError(f"capture of {key}: {host_sync.message}", remedy=host_sync.remedy)
     if needs_host:
         return HostSyncError(
@@ -113,7 +111,7 @@ def explain_eager_failure(error: Exception, batch: str, model: Any = None) -> Cg
         return error
     where = blamed_line(error.__traceback__)
     lacking = _lacking_dtype(error, where)
-    if lacking is not None:
+    if lacking:
         return lacking
     arguments = ""
     with suppress(TypeError, ValueError):  # of no model; of a builtin

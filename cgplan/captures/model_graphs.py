@@ -127,10 +127,8 @@ class ForwardFacts:
 
     @property
     def storages_written(self) -> set[int]:
-        found = set(self.overwritten)
-        for tensor in self.written.values():
-            found.add(tensor.untyped_storage()._cdata)
-        return found
+        written = {tensor.untyped_storage()._cdata for tensor in self.written.values()}
+        return self.overwritten | written
 
     @property
     def weight_bytes(self) -> int:
@@ -192,11 +190,7 @@ class ModelGraphs:
         backend = self.backend
         state = self.state
         policy = self.config.compilation.address_policy
-        self.pools = RunnerPools(
-            self.config.compilation.pool,
-            backend,
-            self.pool,
-        )
+        self.pools = RunnerPools(self.config.compilation.pool, backend, self.pool)
         self.scope = CaptureScope(None, backend, address_check=policy)
         self._first_use: dict[Key | None, list[Tensor]] = {}  # which graphs read
         self.allocate_buffers(self.plan.keys)
@@ -234,9 +228,9 @@ class ModelGraphs:
         self.most_tokens = max(most.values(), default=0)
         if not most:
             most = {(1,) * (len(config.dim_names) - 1): 0}
-        rows = {}
-        for sizes, tokens in most.items():
-            rows[sizes] = tokens, min(tokens, self.plan.max_num_seqs)
+        rows = {
+            sizes: (tokens, min(tokens, self.plan.max_num_seqs)) for sizes, tokens in most.items()
+        }
         self.buffers = StaticBoxes(
             rows,
             config.tensors_at,
@@ -328,10 +322,8 @@ class ModelGraphs:
         values: Iterable[Tensor],
     ) -> Any:
         """``values``: as declared, on the device or on the host."""
-        named = {}
-        for name, value in zip(self.config.tensors, values, strict=True):
-            named[name] = value.to(self.backend.device)
-        return self.run_eager(descriptor, named)
+        moved = (value.to(self.backend.device) for value in values)
+        return self.run_eager(descriptor, dict(zip(self.config.tensors, moved, strict=True)))
 
     def run(
         self,
@@ -395,7 +387,7 @@ class ModelGraphs:
     @contextmanager
     def rehearsing(self) -> Iterator[Rehearsal]:
         """A block of runs on padding; the model is put back. Nestable."""
-        if self._rehearsal is not None:
+        if self._rehearsal:
             yield self._rehearsal
             return
         self.backend.synchronize()
@@ -429,7 +421,7 @@ class ModelGraphs:
             put_back.storages.clear()
 
     def fingerprint(self) -> Fingerprint:
-        if self._fingerprint is not None and not self._fingerprint.changes():
+        if self._fingerprint and not self._fingerprint.changes():
             return self._fingerprint
         return Fingerprint.of(self.roots, self.backend.device)
 
@@ -455,10 +447,10 @@ class ModelGraphs:
             self._first_use |= put_back.held
         self.looked_at = put_back.before.summary()
         self._fingerprint = put_back.before.without_draws()
-        records = list[StateRecord]()
-        for path, (nbytes, kept) in put_back.outcome.items():
-            records.append(StateRecord(path=path, nbytes=nbytes, kept=kept))
-        self.state_records = tuple(records)
+        self.state_records = tuple(
+            StateRecord(path=path, nbytes=nbytes, kept=kept)
+            for path, (nbytes, kept) in put_back.outcome.items()
+        )
         facts = self.facts
         limit = copy_limit(self.config.compilation, self.backend)
         most_compared = 0 if self.real_rows is None else limit
@@ -527,7 +519,7 @@ class ModelGraphs:
         """Missing keys and moved memory are errors from now, or the rehearsal's end, on."""
         self.scope.is_open = False
         # comparisons on real rows need the fingerprint
-        if self._rehearsal is not None or self.real_rows is not None:
+        if self._rehearsal or self.real_rows:
             return
         self.addresses.seal(self._fingerprint)
         self._fingerprint = None
@@ -665,7 +657,7 @@ class Rehearsal:
         is_piecewise = mode is CUDAGraphMode.PIECEWISE
         split = route.splitting_ops if is_piecewise else ()
         breaks = route.breaks if is_piecewise else None
-        if breaks is not None:
+        if breaks:
             model = partial(breaks.forward, model)
         views = graphs.views(descriptor)
         look_at = partial(
@@ -692,9 +684,9 @@ class Rehearsal:
                 remedy="Seed generators outside of the forward, or keep that part in an eager "
                 "piece.",
             )
-        if found.host_sync is not None and not isinstance(found.host_sync, HostSyncError):
+        if found.host_sync and not isinstance(found.host_sync, HostSyncError):
             raise found.host_sync  # tagged cudagraph_unsafe
-        if breaks is not None and found.error is None:
+        if breaks and found.error is None:
             refuse_missing_ops(split, found.names)
         self.footprints[mode] = found
         if is_piecewise and route.name in ("modules", "wrappers"):
@@ -713,7 +705,7 @@ class Rehearsal:
         read = set(map(id, found.reads.values()))
         of_pieces = set[int]()
         # else FULL graphs read the tensors of eager pieces
-        if graphs.plan.mode is CUDAGraphMode.PIECEWISE and graphs.route.breaks is not None:
+        if graphs.plan.mode is CUDAGraphMode.PIECEWISE and graphs.route.breaks:
             for module in graphs.route.breaks.modules.values():
                 of_pieces.update(map(id, module.parameters()))
                 of_pieces.update(map(id, module.buffers()))
@@ -729,7 +721,7 @@ class Rehearsal:
         facts.outside += found.outside
         facts.is_coarse |= self._is_coarse(found, [*views, *found.reads.values()])
         because = found.capture_visible_because
-        if because is not None:
+        if because:
             facts.capture_visible.add(mode)
             packages = ", ".join(sorted(found.packages_that_ask))
             facts.note(
@@ -811,7 +803,7 @@ class Rehearsal:
         made = self.put_back.made_of_inputs
         if made:
             self._refuse(f"computes {_listed(made)} {_FROM_INPUTS}")
-        if compilation.strict and found.writes_input is not None:
+        if compilation.strict and found.writes_input:
             raise CaptureError(
                 f"the forward writes into an argument, at {found.writes_input}; a graph would "
                 "write into its copy",
@@ -909,7 +901,7 @@ class Rehearsal:
         for path, change in changed.items():
             if path in refused or is_within(path, found.aside):
                 continue
-            if change.is_reshaped:
+            if change.is_of_tensors and change.was.shape != change.now.shape:
                 refused.append(path)
         if refused:
             raise CaptureError(

@@ -81,14 +81,14 @@ class Places:
 
     @classmethod
     def of(cls, roots: Mapping[str, Any]) -> Places:
-        found = list[_Place]()
+        found = []
         for place in Fingerprint.of(roots, _device()).of_tensors:
             whole = span_of(place.value)
             if whole is None:
                 continue
             memory = whole
             traits = place.traits
-            if traits is not None and place.address is not None:
+            if traits and place.address is not None:
                 length = compute_required_storage_length(traits.shape, traits.strides, 0)
                 memory = place.address, place.address + length * traits.dtype.itemsize
             holder = (place.above or place).value
@@ -263,11 +263,11 @@ class GraphWatch:
         places = watched.places
         tensors = Stretches((*span, tensor) for tensor, span in living_tensors())
         blocks = blocks_of(backend)
-        found = dict[int, Read]()
+        found = {}
         for pointer in pointers_of([read], on_host=False):
             address = pointer.address
             block = blocks.find(address)
-            if block is not None and is_among({watched.pool}, block.pool):
+            if block and is_among({watched.pool}, block.pool):
                 continue
             there = places.at(address)
             tensor = tensors.find(address)
@@ -306,7 +306,7 @@ class GraphWatch:
         start = time.perf_counter()
         roots = self._roots
         if not roots:
-            modules = list[nn.Module]()
+            modules = []
             inner = set[int]()
             for module in living(nn.Module):
                 held = vars(module).get("_modules", {})
@@ -351,7 +351,7 @@ class GraphWatch:
         seen = [watched[id(each)] for each in twins if id(each) in watched]
         pools = [each.pool for each in seen]
         names = " and ".join(each.name for each in seen)
-        proofs: dict[int, Owner] | None = None
+        proofs = None
         if self not in _open:
             problem = "the watch is closed"
         elif len(seen) < 2:
@@ -389,7 +389,7 @@ class GraphWatch:
         return self._check(roots)[0]
 
     def _readable(self, backend: GraphBackend) -> list[ReadGraph]:
-        found = list[ReadGraph]()
+        found = []
         for graph, watched in list(self._graphs.items()):
             if isinstance(graph, torch.cuda.CUDAGraph) is backend.is_tape:
                 continue
@@ -418,7 +418,7 @@ class GraphWatch:
         pools = {graph.key.pool for graph in graphs}
         read = time.perf_counter()
         places = self._places_now()
-        at_capture = dict[int, str]()
+        at_capture = {}
         late = [graph.key.later for graph in graphs]
         for then in dict.fromkeys(late + [graph.key.places for graph in graphs]):
             for place in then.by_path.values():
@@ -452,7 +452,7 @@ class GraphWatch:
         found = list(owners.stale(place_of))
         new = [stale for stale in found if stale.key not in known]
         left_out = len(found) - len(new)
-        notes = list[str]()
+        notes = []
         if left_out:
             notes.append(f"{counted(left_out, 'pointer')} stale at the baseline: left out")
         unwatched = len(self._before)
@@ -461,18 +461,16 @@ class GraphWatch:
         gone = self._count - self._forgotten - len(self._graphs)
         if gone:
             notes.append(f"{counted(gone, 'graph')} captured and gone: check while they live")
-        records = list[WatchedRecord]()
-        for graph in graphs:
-            watched = graph.key
-            records.append(
-                WatchedRecord(
-                    name=watched.name,
-                    line=watched.stack[0],
-                    stack=watched.stack,
-                    stream=watched.stream,
-                    **figures_of([graph.nodes], owners.counts[watched]),
-                )
+        records = [
+            WatchedRecord(
+                name=graph.key.name,
+                line=graph.key.stack[0],
+                stack=graph.key.stack,
+                stream=graph.key.stream,
+                **figures_of([graph.nodes], owners.counts[graph.key]),
             )
+            for graph in graphs
+        ]
         report = WatchReport(
             environment=backend.environment(),
             graphs=tuple(records),
@@ -619,7 +617,7 @@ def _stale_records(
     for each in found:
         name = _name_of(each.path, each.owner)
         groups.setdefault((each.problem, name), []).append(each)
-    records = list[StaleRecord]()
+    records = []
     for (_, name), group in groups.items():
         graphs = dict.fromkeys(each.pointer.graph.key.name for each in group)
         records.append(

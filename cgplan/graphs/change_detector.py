@@ -84,7 +84,7 @@ def _watcher(kind: str) -> int | None:
         return None
     add = getattr(ctypes.pythonapi, f"Py{kind}_AddWatcher")
     try:
-        found: int = add(_callbacks[kind])
+        found = add(_callbacks[kind])
     except RuntimeError:  # all are taken
         return None
     atexit.register(_end, kind, found)
@@ -173,9 +173,9 @@ class ChangeDetector:
         self._tensors = [place.value for place in of_tensors]
         self._addresses = [place.address for place in of_tensors]
         self._require_grad = [place.requires_grad for place in of_tensors]
-        tensors = list[_Compared]()
-        others = list[_Compared]()
-        containers = list[_Compared]()
+        tensors = []
+        others = []
+        containers = []
         for place in counted:
             compared = [
                 place.container,
@@ -263,7 +263,6 @@ class ChangeDetector:
         return self._turns is None or _holds(chain(*next(self._turns)))
 
     def holds_all(self) -> bool:
-        """Each place holds the same object at its address."""
         self._reset()
         with torch._C.DisableTorchFunction():
             found = not self._have_moved() and _holds(self._all)
@@ -330,7 +329,7 @@ def _with_those_above(
     todo = list(found.values())
     for place in todo:  # it grows
         above = place.above
-        if above is not None and id(above) not in found:
+        if above and id(above) not in found:
             found[id(above)] = above
             todo.append(above)
     return todo
@@ -413,7 +412,7 @@ class AddressChecks:
         self.refuse_invalid()
         if self._sealed is None:
             return
-        if self._detector is not None:
+        if self._detector:
             if self._detector.holds_all():
                 return
         elif key in self._checked and not again:
@@ -421,7 +420,7 @@ class AddressChecks:
         mode, descriptor = key
         self._sealed.refuse_moved(f"{mode} {descriptor}", self._roots, may_grow=True)
         self._checked.add(key)
-        if self._detector is not None:  # graphs do not read it
+        if self._detector:  # graphs do not read it
             self.is_outdated = True
             self.seal()
 
@@ -441,7 +440,6 @@ class AddressChecks:
         self,
         name: str,
     ) -> None:
-        """Refuse replays: ``name`` has moved."""
         self._moved = name
         self.forget_all()
 
@@ -462,6 +460,5 @@ class AddressChecks:
         self.holds = never
 
     def at_capture(self) -> dict[int, str]:
-        """Paths by address."""
         places = {} if self._sealed is None else self._sealed.places
         return {place.address: path for path, place in places.items() if place.address is not None}

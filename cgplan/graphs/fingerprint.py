@@ -110,7 +110,7 @@ class Place:
         """Returns what a subclass wraps."""
         tensor = self.value
         if hasattr(type(tensor), "__tensor_flatten__"):
-            found = list[Inside]()
+            found = []
             with suppress(Exception):  # code of the user
                 own = object.__getattribute__(tensor, "__dict__")
                 for name in tensor.__tensor_flatten__()[0]:
@@ -159,7 +159,7 @@ class Place:
 _Classes = dict[type, tuple[Place, walk.Layout | None]]  # the first object's place
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Change:
     """A change of a value.
 
@@ -179,7 +179,7 @@ class Change:
         """A tensor moved, or one like it is there."""
         if self.was is _ADDRESS:
             return True
-        if not self._is_of_tensors:
+        if not self.is_of_tensors:
             return False
         was = self.was
         now = self.now
@@ -191,10 +191,10 @@ class Change:
         value: Any,
     ) -> None:
         """Where the container can be written."""
-        assert self.where is not None
+        assert self.where
         container, key = self.where
         with suppress(LookupError, AttributeError, TypeError):
-            if self.left is not None and value is self.left[2]:
+            if self.left and value is self.left[2]:
                 former, name, _ = self.left
                 former[name] = value
                 value = ABSENT
@@ -223,11 +223,7 @@ class Change:
         return f"; ignore=[{subject!r}] if it decides nothing" if is_ignorable else ""
 
     @property
-    def is_reshaped(self) -> bool:
-        return self._is_of_tensors and self.was.shape != self.now.shape
-
-    @property
-    def _is_of_tensors(self) -> bool:
+    def is_of_tensors(self) -> bool:
         return _has_shape(self.was) and _has_shape(self.now)
 
     def __str__(self) -> str:
@@ -258,7 +254,7 @@ class Stateful(NamedTuple):
         set.update(self.items, before)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Fingerprint:
     """What objects hold at one moment, by path. It holds them until ``let_go``.
 
@@ -291,7 +287,6 @@ class Fingerprint:
         *,
         draws: bool = False,
     ) -> Fingerprint:
-        """Record all that ``roots`` reach."""
         found = cls(dict(roots), torch.empty(0, device=device).device)
         with torch._C.DisableTorchFunction():
             found._walk()
@@ -309,7 +304,7 @@ class Fingerprint:
     def _walk(self) -> None:
         named = dict.fromkeys(walk.RUN_BY_A_CALL)  # in code so far
         classes: _Classes = {}
-        seen: dict[int, Any] = {}  # keeps ids taken
+        seen = {}  # keeps ids taken
         of_torch = vars(torch.nn.modules.module)
         roots = [Inside(of_torch, f"_global{name}", f"torch.nn{name}") for name in walk.HOOKS]
         roots += [Inside(self.roots, name, name) for name in reversed(self.roots)]
@@ -323,9 +318,9 @@ class Fingerprint:
             place = above
             if entry.step or above is None:
                 place = self._add_place(above, home, entry, value)
-            assert place is not None
+            assert place
             kind = type(value)
-            found: list[Inside] = []
+            found = []
             is_lazy = issubclass(kind, UninitializedTensorMixin)
             if issubclass(kind, torch.Tensor) and not is_lazy:
                 found = place.enter_tensor(self.device)
@@ -386,7 +381,7 @@ class Fingerprint:
         if kind not in classes:
             classes[kind] = place, walk.layout_of(kind)
         read = walk.state_reader(value)
-        if read is not None:
+        if read:
             is_small = walk.is_small_array(value)
             items = value if issubclass(kind, set) else None
             self.stateful.append(Stateful(place.path, read, read(), is_small, items))
@@ -398,7 +393,7 @@ class Fingerprint:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        by_id = dict[int, torch.Tensor]()
+        by_id = {}
         for place in self.of_tensors:
             by_id[id(place.value)] = place.value
         return list(by_id.values())
@@ -415,7 +410,7 @@ class Fingerprint:
         ignore: Iterable[str] = (),
     ) -> dict[str, Change]:
         """What differs now, by path; ``*`` in a path to ``ignore`` is one part."""
-        found = list[Change]()
+        found = []
         with torch._C.DisableTorchFunction():
             for place in self.places.values():
                 try:
@@ -425,7 +420,7 @@ class Fingerprint:
                 if now is place.value and place.traits is None:
                     continue
                 change = place.compare(now)
-                if change is not None:
+                if change:
                     found.append(change)
         contents = self._filled
         if any(self._empty):
@@ -444,7 +439,7 @@ class Fingerprint:
             if is_ignored(change.path, ignore):
                 continue
             former = by_path.get(change.path)
-            if former is not None and former.where and change.was is ABSENT:
+            if former and former.where and change.was is ABSENT:
                 left = *former.where, former.was
                 change = replace(
                     change,
@@ -479,7 +474,7 @@ class Fingerprint:
         return not self.changes(ignore)
 
     def container_ids(self) -> set[int]:
-        found = set[int]()
+        found = set()
         for held in self.contents.values():
             found.add(id(held.value))
             found.add(id(held.owner))
@@ -527,8 +522,8 @@ class Fingerprint:
             places = self.places
         if not self.volatile:
             return list(places.values())
-        found = list[Place]()
-        left_out = set[int]()
+        found = []
+        left_out = set()
         for place in places.values():
             above = place.above
             is_below = above is not None and f"len({above.path})" in self.volatile
@@ -548,10 +543,11 @@ class Fingerprint:
     ) -> None:
         """Compare addresses of parameters, buffers and these paths alone."""
         parts = {id(held.value) for held in self.contents.values() if held.holds == "parts"}
-        self.only = set()
-        for place in self.places.values():
-            if place.path in read or id(place.container) in parts:
-                self.only.add(place.path)
+        self.only = {
+            place.path
+            for place in self.places.values()
+            if place.path in read or id(place.container) in parts
+        }
 
     def moved(
         self,
@@ -585,25 +581,6 @@ class Fingerprint:
         held = [held for path, held in self.contents.items() if path.endswith(_STRUCTURE)]
         return modules, held
 
-    def other_modules(
-        self,
-        now: Fingerprint,
-    ) -> list[str]:
-        lines = list[str]()
-        for place in self.modules()[0]:
-            new = now.places.get(place.path)
-            if new is not None and new.value is not place.value:
-                kind = type(new.value).__name__
-                before = type(place.value).__name__
-                lines.append(f"{place.path} is now another object, {kind}; at capture {before}")
-        for path, held in self.contents.items():
-            later = now.contents.get(path)
-            if later is None or later.length == held.length:
-                continue
-            if path.endswith(_STRUCTURE):
-                lines.append(f"{path} has {later.length}, at capture {held.length}")
-        return lines
-
     def refuse_reshaped(
         self,
         roots: Mapping[str, Any],
@@ -625,12 +602,23 @@ class Fingerprint:
         *,
         may_grow: bool = False,
     ) -> None:
-        """Raise AddressError for moved tensors, other modules, hooks or generators."""
         now = Fingerprint.of(self.roots if roots is None else roots, self.device)
         lines = self.moved(now, may_grow=may_grow)
         if any(lines.values()):
             raise _moved_error(what, lines, self.count)
-        others = self.other_modules(now)
+        others = []
+        for place in self.modules()[0]:
+            new = now.places.get(place.path)
+            if new and new.value is not place.value:
+                kind = type(new.value).__name__
+                before = type(place.value).__name__
+                others.append(f"{place.path} is now another object, {kind}; at capture {before}")
+        for path, held in self.contents.items():
+            later = now.contents.get(path)
+            if later is None or later.length == held.length:
+                continue
+            if path.endswith(_STRUCTURE):
+                others.append(f"{path} has {later.length}, at capture {held.length}")
         if others:
             raise AddressError(
                 f"{what} was captured with other modules or hooks than the model has now: "
@@ -647,7 +635,7 @@ class Fingerprint:
 
 
 def _changes_of(contents: Mapping[str, Contents]) -> list[Change]:
-    found = list[Change]()
+    found = []
     for path, held in contents.items():
         owner = held.owner
         length = held.base.__len__(held.value)
@@ -675,7 +663,7 @@ def _changes_of(contents: Mapping[str, Contents]) -> list[Change]:
             known = set(map(id, held.keys))
             head = path if held.holds == "items" else path.rpartition(".")[0]
             step_to = walk.step_to_part if held.holds == "parts" else walk.step
-            added = list[Change]()
+            added = []
             for key, value in dict.items(held.value):
                 if id(key) in known:
                     continue

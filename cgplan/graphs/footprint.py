@@ -19,10 +19,7 @@ import torch
 from torch._prims_common import compute_required_storage_length
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Module
-from torch.utils._python_dispatch import (
-    _disable_current_modes,
-    _get_current_dispatch_mode,
-)
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cgplan.backends.backend import number_of
@@ -69,7 +66,7 @@ _PLACES = {torch.int32, torch.int64}
 _SEED = 0x5EED_0F_A_100C
 
 
-@dataclass(slots=True)
+@dataclass
 class Footprint:
     """The findings of one look.
 
@@ -231,18 +228,13 @@ class RunLog(OperatorMode):
         return result
 
 
-@dataclass(slots=True)
+@dataclass
 class _Random:
     """``states`` after operators; another one is the forward's, or of a draw elsewhere."""
 
     generator: torch.Generator
     seed: int
     states: list[torch.Tensor]
-
-    def is_set_to(self, state: torch.Tensor) -> bool:
-        if self.generator.initial_seed() != self.seed:
-            return True
-        return any(torch.equal(state, earlier) for earlier in self.states)
 
 
 class Look(DispatchMode):
@@ -273,9 +265,9 @@ class Look(DispatchMode):
         self.refusals = Refusals(raises=False)
         self._put_back = put_back
         put_back.storages.watched = self.found.written, self.found.overwritten
-        self._state: Fingerprint = put_back.before
+        self._state = put_back.before
         self._is_whole = is_whole
-        self._part: Part = part
+        self._part = part
         self._eager_ops = frozenset(eager_ops)
         self._device = self._state.device.type
         self._key = self._device.upper()
@@ -450,7 +442,6 @@ class Look(DispatchMode):
             self.found.operators[self._part][func._schema.name] += 1
 
     def answer(self, package: str) -> bool:
-        """Whether a package sees a capture."""
         if not self.refusals.is_on:
             return False
         self.found.packages_that_ask.add(package)
@@ -523,7 +514,16 @@ class Look(DispatchMode):
             ):
                 result = function(*args, **kwargs)
         finally:
-            self._end_piece()
+            now = self._changes()
+            bound = self._bound_by_graphs
+            if not self._in_piece:
+                self._left = self._record_of(self._given)
+                before = {**self._last_changes, **bound}
+                self.found.aside |= _others(before, now).keys()
+            self._last_changes = now
+            for path, value in list(bound.items()):
+                if not is_same(now.get(path, ABSENT), value):
+                    del bound[path]
         self.found.carried += given.changes().values()
         # graphs get slots for it
         for module in modules_reached(function, args, kwargs):
@@ -536,18 +536,6 @@ class Look(DispatchMode):
                 lambda tensor: tensor.detach() if id(tensor) in copied else tensor,
                 result,
             )
-
-    def _end_piece(self) -> None:
-        now = self._changes()
-        bound = self._bound_by_graphs
-        if not self._in_piece:
-            self._left = self._record_of(self._given)
-            before = {**self._last_changes, **bound}
-            self.found.aside |= _others(before, now).keys()
-        self._last_changes = now
-        for path, value in list(bound.items()):
-            if not is_same(now.get(path, ABSENT), value):
-                del bound[path]
 
     def _record_of(
         self,
@@ -607,7 +595,9 @@ class Look(DispatchMode):
             state = generator.get_state()
             if torch.equal(known.states[-1], state):
                 continue
-            if not known.is_set_to(state):  # another thread drew
+            is_set = generator.initial_seed() != known.seed
+            is_set = is_set or any(torch.equal(state, earlier) for earlier in known.states)
+            if not is_set:  # another thread drew
                 known.states.append(state)
                 continue
             name = "a torch.Generator"
@@ -672,7 +662,7 @@ def look(
 ) -> Footprint:
     """Run a forward eagerly, once; ``options`` of ``Look``."""
     device = put_back.before.device
-    failed: Exception | None = None
+    failed = None
     try:
         with (
             put_back.run(),

@@ -21,8 +21,6 @@ Note [What is put back]
     Small tensors go back ahead of each run, too, as positions must not run past a cache.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -52,7 +50,7 @@ from cgplan.graphs.written import (
 from cgplan.modes import Key
 
 
-@dataclass(slots=True)
+@dataclass
 class _Bound:
     """A place of Python that runs changed.
 
@@ -164,7 +162,7 @@ class PutBack:
                     found[path] = change
             self._count(run, found)
             self.last = now
-            if held is not None:
+            if held:
                 for path, change in held.changes().items():
                     if path not in changed:
                         found[path] = change
@@ -206,7 +204,7 @@ class PutBack:
         *,
         containers: bool,
     ) -> list[str]:
-        found = list[str]()
+        found = []
         for path, change in changes.items():
             if self._can_undo(change, containers=containers):
                 change.bind(change.was)
@@ -215,8 +213,8 @@ class PutBack:
 
     def hold_made(self) -> None:
         """Ahead of a capture."""
-        now = dict[str, Any]()
-        was = dict[str, Any]()
+        now = {}
+        was = {}
         for path in self.made:
             change = self.last.get(path)
             if change:
@@ -262,7 +260,7 @@ class PutBack:
         changed: Mapping[str, Change],
     ) -> list[str]:
         """Paths of read tensors that a run exchanged."""
-        bound = {path for path, change in changed.items() if change.where is not None}
+        bound = {path for path, change in changed.items() if change.where}
         within = [path for path in read if is_within(path, bound)]
         found = list[str]()
         if not within:
@@ -272,7 +270,7 @@ class PutBack:
         for path in within:
             place = now.places.get(path)
             stays = id(read[path]) in held
-            if place is not None:
+            if place:
                 stays = place.value is read[path]
             if not stays:
                 found.append(path)
@@ -291,7 +289,7 @@ class PutBack:
     @property
     def made(self) -> dict[str, Uses]:
         """Changes of Python that stay, by path: those of first use."""
-        found = dict[str, Uses]()
+        found = {}
         lasting = set[int]()  # runs that cannot be undone
         is_of_inputs = self.value_read is not None  # of padding, or an example
         for reference in self.computed.values():
@@ -313,11 +311,7 @@ class PutBack:
             found[path] = uses
         if self.keeps_first_use:
             return found
-        stays = dict[str, Uses]()
-        for path, uses in found.items():
-            if lasting.issuperset(uses.runs):
-                stays[path] = uses
-        return stays
+        return {path: uses for path, uses in found.items() if lasting.issuperset(uses.runs)}
 
     @property
     def has_first_use(self) -> bool:
@@ -338,7 +332,7 @@ class PutBack:
         """
         of_first_use = _runs_of(self.made)
         steady = set(filter(self.is_steady, self._bound))
-        found = list[str]()
+        found = []
         for written in self.storages.by_address.values():
             if is_within(written.path, steady):  # each run binds another tensor
                 continue
@@ -385,7 +379,7 @@ class PutBack:
                 continue
             is_first = is_within(path, made)
             written = storages.by_address.get(address)
-            if written is not None:
+            if written:
                 is_first = written.uses.is_first_use
                 if not written.shows:
                     is_first &= of_first_use.issuperset(written.uses.runs)
@@ -441,7 +435,7 @@ class PutBack:
                 written.fill_again()
             else:
                 written.fill(written.copy)
-            outcome: Outcome = "new" if stays else written.outcome
+            outcome = "new" if stays else written.outcome
             self.outcome[written.path] = written.storage.nbytes(), outcome
         self._undo(made)
 
@@ -479,7 +473,7 @@ def _differing(
     before: Mapping[str, Change],
     now: Mapping[str, Change],
 ) -> dict[str, Change]:
-    found = dict[str, Change]()
+    found = {}
     for path, change in now.items():
         known = before.get(path)
         if known is None:

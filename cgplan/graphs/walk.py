@@ -185,7 +185,7 @@ class Found:
         self.add({"": value}, "", step)
 
 
-@dataclass(slots=True)
+@dataclass
 class Layout:
     """What objects of one class hold.
 
@@ -214,7 +214,7 @@ def layout_of(kind: type) -> Layout | None:
     if is_opaque or issubclass(kind, _OPAQUE) or "__graph_memory__" in static:
         return None
     base = next((each for each in _CONTAINERS if issubclass(kind, each)), None)
-    slots = list[tuple[str, Any]]()
+    slots = []
     for owner in kind.__mro__:
         if "__slots__" not in vars(owner):
             continue
@@ -298,7 +298,7 @@ def _codes_in(code: types.CodeType) -> list[types.CodeType]:
 
 @cache
 def _names_of(code: types.CodeType) -> tuple[str, ...]:
-    names = dict[str, None]()
+    names = {}
     for each in _codes_in(code):
         names.update(dict.fromkeys(each.co_names))
     return tuple(names)
@@ -383,14 +383,28 @@ def _enter_object(
     for name, member in layout.slots:
         slot = Via(value, _read_member)
         found.add(slot, member, f".{name}")
-    own: Any = None
+    own = None
     if type(value).__dictoffset__:
         # TypeVar of Python 3.12 claims one and has none
         with suppress(AttributeError):
             own = object.__getattribute__(value, "__dict__")
     if isinstance(own, dict):
         if layout.is_module:
-            _enter_module(own, found)
+            for part in _MODULE_DICTS:
+                held = own.get(part, {})
+                found.is_compiled |= "_orig_mod" in held
+                found.contents[f".{part}"] = Contents(
+                    held,
+                    type(held),
+                    holds="parts",
+                )
+                for name in held:
+                    found.add(held, name, step_to_part(name))
+            for name in HOOKS:
+                if name in own:
+                    found.contents[f".{name}"] = Contents(own[name], type(own[name]))
+                if own.get(name):
+                    found.add(own, name, f".{name}")
         found.contents[".__dict__"] = Contents(
             own,
             dict,
@@ -416,23 +430,6 @@ def _enter_class(
     where = InClass(value)
     for name in names:
         found.add(where, name, f".{name}")
-
-
-def _enter_module(
-    own: dict[str, Any],
-    found: Found,
-) -> None:
-    for part in _MODULE_DICTS:
-        held = own.get(part, {})
-        found.is_compiled |= "_orig_mod" in held
-        found.contents[f".{part}"] = Contents(held, type(held), holds="parts")
-        for name in held:
-            found.add(held, name, step_to_part(name))
-    for name in HOOKS:
-        if name in own:
-            found.contents[f".{name}"] = Contents(own[name], type(own[name]))
-        if own.get(name):
-            found.add(own, name, f".{name}")
 
 
 def _enter_function(
@@ -471,7 +468,7 @@ def _enter_namespace(
     code: types.CodeType,
     found: Found,
 ) -> None:
-    where: Any = vars(value)
+    where = vars(value)
     held = where
     home = "__name__"
     if issubclass(type(value), type):

@@ -160,7 +160,7 @@ class RunnerPools:
         self._given = given
         self._pools: dict[Any, Any] = {} if given is None else {None: given.handle}
         self._old: list[Any] = []
-        if given is not None:
+        if given:
             given.members.add(self)
 
     @property
@@ -205,7 +205,7 @@ class RunnerPools:
 
     def close(self) -> None:
         """Leave a shared pool; all graphs are freed."""
-        if self._given is not None:
+        if self._given:
             self._given.members.discard(self)
 
     def _forget_empty(self) -> None:
@@ -321,7 +321,7 @@ class CUDAGraphWrapper:
         self.entries: dict[BatchDescriptor, CUDAGraphEntry] = {}
         self._backend = backend
         self._pool = pool
-        self._own_pool: Any = None
+        self._own_pool = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Replay, capture or pass through. A replay overwrites the output."""
@@ -343,7 +343,7 @@ class CUDAGraphWrapper:
         if scope is None:  # a runner compares it once
             entry.ambient.refuse_other_autocast(self.backend.device.type)
         is_due = not entry.is_checked or self._address_check(scope) == "always"
-        if is_due and entry.manifest is not None:
+        if is_due and entry.manifest:
             roots = self._roots(entry, context, args, kwargs)
             entry.manifest.refuse_moved(f"{self.runtime_mode} {entry.descriptor}", roots)
             entry.is_checked = True
@@ -353,10 +353,10 @@ class CUDAGraphWrapper:
 
     def _passing(self, context: ForwardContext | None) -> AbstractContextManager[object]:
         look = current_look() if self.runtime_mode is CUDAGraphMode.PIECEWISE else None
-        if look is not None:
+        if look:
             return look.in_wrapper(self, is_whole=not self._computes_while_capturing)
         scope = None if context is None else context.scope
-        if scope is not None and scope.is_open:  # a warm-up
+        if scope and scope.is_open:  # a warm-up
             return autocast_cache(on=False)
         return nullcontext()
 
@@ -436,8 +436,8 @@ class CUDAGraphWrapper:
         kwargs: Kwargs,
     ) -> dict[str, Any]:
         kept = [None if i in entry.slots else arg for i, arg in enumerate(args)]
-        roots: dict[str, Any] = {"args": tuple(kept), "kwargs": kwargs}
-        if self.runtime_mode is CUDAGraphMode.FULL or context.scope is not None:
+        roots = {"args": tuple(kept), "kwargs": kwargs}
+        if self.runtime_mode is CUDAGraphMode.FULL or context.scope:
             roots["metadata"] = context.metadata
         elif entry.metadata:  # eager pieces may read new ones
             roots["metadata"] = {name: context.metadata.get(name) for name in entry.metadata}
@@ -446,7 +446,7 @@ class CUDAGraphWrapper:
     def _refuse(self, context: ForwardContext, args: Args) -> None:
         scope = context.scope
         refuse_forbidden_capture(self.runtime_mode, context.descriptor)
-        if scope is not None and not scope.is_open:
+        if scope and not scope.is_open:
             if context.descriptor not in self.entries:
                 raise SealedError(
                     f"no {self.runtime_mode} graph for {context.descriptor}, and the runner is "
@@ -459,7 +459,7 @@ class CUDAGraphWrapper:
                 "later session",
                 remedy="Use the last session's runner.",
             )
-        if scope is not None and scope.backend is not None:
+        if scope and scope.backend is not None:
             own, given = self._backend, scope.backend
             if own is not None and own.device != given.device:
                 raise CaptureError(
@@ -494,7 +494,7 @@ class CUDAGraphWrapper:
         self._refuse(context, args)
         backend = self.backend
         pool = self._pool
-        if pool is None and scope is not None:
+        if pool is None and scope:
             pool = scope.pool
         elif pool is None:
             pool = self._own_pool = self._own_pool or backend.new_pool()
@@ -543,7 +543,7 @@ class CUDAGraphWrapper:
             manifest = Fingerprint.of(checked, backend.device)
             entry.manifest = manifest.let_go()
         self.entries[context.descriptor] = entry
-        if scope is not None:
+        if scope:
             scope.entries.append(entry)
             scope.wrappers[self] = None
         return entry, recorded.output
@@ -558,8 +558,8 @@ class CUDAGraphWrapper:
         pool.
         """
         backend = self.backend
-        renewable = set[int]()
-        pooled = list[Tensor]()
+        renewable = set()
+        pooled = []
 
         @cache
         def ids_of_model() -> set[int]:

@@ -1,7 +1,5 @@
 """The storages of a model that runs write, and copies of them from before."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -39,7 +37,7 @@ class Run(NamedTuple):
     computes: bool
 
 
-@dataclass(slots=True)
+@dataclass
 class Uses:
     """The runs that changed one place.
 
@@ -97,7 +95,7 @@ class _Unowned(NamedTuple):
     version: int | None
 
 
-@dataclass(slots=True)
+@dataclass
 class Written:
     """A storage.
 
@@ -288,7 +286,7 @@ class WrittenStorages:
         storage: torch.UntypedStorage,
     ) -> Written:
         nbytes = storage.nbytes()
-        copy: torch.UntypedStorage | None = None
+        copy = None
         outcome: Outcome = "not kept"
         if self.copied["device"] + nbytes <= self._limit:
             with suppress(torch.OutOfMemoryError):

@@ -147,7 +147,7 @@ class BreakableCUDAGraphCapture:
         return self._open is not None
 
     def __enter__(self) -> BreakableCUDAGraphCapture:
-        if _active.capture is not None or self._backend.is_capturing():
+        if _active.capture or self._backend.is_capturing():
             raise CaptureError(
                 f"a breakable capture inside another one, at {blamed_line()}",
                 remedy="Capture the outer forward alone: it breaks where the inner one would.",
@@ -174,7 +174,7 @@ class BreakableCUDAGraphCapture:
     def __exit__(self, kind: type[BaseException] | None, *raised: Any) -> None:
         try:
             if kind is not None:
-                if self._open is not None:
+                if self._open:
                     self._leave(kind, *raised)
                 return
             if self._open is None:
@@ -312,7 +312,7 @@ class BreakableCUDAGraphCapture:
         self._memory.in_segment = True
 
     def _leave(self, *raised: Any) -> Any:
-        assert self._open is not None
+        assert self._open
         graph, capturing = self._open
         self._open = None
         with warnings.catch_warnings():
@@ -361,7 +361,7 @@ class BreakableCUDAGraphCapture:
 def recording_capture() -> BreakableCUDAGraphCapture | None:
     """Of this thread, while it records a segment."""
     capture = _active.capture
-    return capture if capture is not None and capture.is_recording else None
+    return capture if capture and capture.is_recording else None
 
 
 def in_breakable_capture() -> bool:
@@ -442,7 +442,7 @@ def as_eager_piece(
         if torch.compiler.is_compiling():
             return function(*args, **kwargs)
         capture = recording_capture()
-        if capture is not None:
+        if capture:
             with _operator_breaks_aside():
                 return capture.add_named(  # type: ignore[no-any-return]
                     name,
@@ -452,7 +452,7 @@ def as_eager_piece(
                     is_traced=is_traced,
                 )
         look = current_look()
-        if look is not None:
+        if look:
             return look.run_unrecorded(function, args, kwargs)  # type: ignore[no-any-return]
         return function(*args, **kwargs)
 
@@ -544,7 +544,7 @@ def _matching(model: Function, patterns: Sequence[str]) -> dict[str, nn.Module]:
         )
     named = dict(model.named_modules(remove_duplicate=False))
     del named[""]
-    matching = set[str]()
+    matching = set()
     for pattern in patterns:
         wanted = pattern.split(".")
         found = []
@@ -687,8 +687,8 @@ class EagerPiece:
             if slot.numel():
                 sharing[i] = _address(slot)
         counts = Counter(sharing.values())
-        self._shared: list[int] = []
-        self._blocks: dict[int, Tensor] = {}
+        self._shared = []
+        self._blocks = {}
         for i, address in sharing.items():
             value = self._values[i]
             if counts[address] > 1 or _repeated(value):
@@ -727,7 +727,7 @@ class EagerPiece:
             slot = self.backend.borrow(standing)
             self._bound[attribute] = slot
             copies.append((slot, value.detach()))
-        self._only: Place | None = None  # for one leaf, or ()
+        self._only = None  # for one leaf, or ()
         self._slot: Tensor | None = None
         self._is_alike = never
         if not self._bound and not self._shared and self._spec in (_LEAF, _EMPTY):
@@ -773,7 +773,7 @@ class EagerPiece:
             values, spec = tree_flatten(result)
             if spec != self._spec:
                 raise self._changed(f"the structure {spec}", f"{self._spec}")
-        copies: Copies = []
+        copies = []
         for place, value in zip(self._results, values, strict=True):
             if not place.fits(value):
                 raise self._changed(
@@ -821,7 +821,7 @@ class EagerPiece:
         if type(node) is dict:
             names = list(node)
             make_values = self._maker(list(node.values()))
-            assert make_values is not None
+            assert make_values
             return lambda: dict(zip(names, make_values(), strict=True))
         if type(node) in (tuple, list) or is_namedtuple_instance(node):
             build = getattr(node, "_make", type(node))

@@ -1,7 +1,5 @@
 """How a model gets its PIECEWISE segments."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +22,7 @@ from cgplan.units import listed
 _MOST_STATIC = 4
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class SplitRoute:
     """A model made ready for capture.
 
@@ -67,7 +65,7 @@ class SplitRoute:
         eager = Counter(seen.get("eager piece"))
         inside = Counter[str]()
         captures = self._captures
-        if self.breaks is not None:
+        if self.breaks:
             inside = eager
             eager = Counter(self.breaks.outer)
             if captures:

@@ -152,13 +152,13 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
 
         def note_miss(failure: Any) -> None:
             found = splitter()
-            if found is not None:
+            if found:
                 guard, _, _ = str(failure.reason).partition("\nUser stack trace")
                 guard = " ".join(guard.split())
                 found.missed = re.sub(r"^\d+/\d+: | \(HINT: .*", "", guard)
 
         optimize = torch._dynamo.optimize(self.splitter, nopython=True, guard_fail_fn=note_miss)
-        self._traced: dict[bool, Function] = {}
+        self._traced = {}
         # else Dynamo uses the dynamic trace for static sizes
         for is_static in (False, True):
             own = with_own_code(model)
@@ -174,7 +174,7 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
         context = current_forward_context()
         if context is None or context.scope is None:
             batch = self._reader.read(inputs)
-            if context is not None and context.runtime_mode is CUDAGraphMode.PIECEWISE:
+            if context and context.runtime_mode is CUDAGraphMode.PIECEWISE:
                 self._reader.refuse_other(batch, context.descriptor)
         return super().__call__(**inputs)
 
@@ -425,7 +425,7 @@ class Piece:
     title: str = ""
 
 
-@dataclass(slots=True)
+@dataclass
 class _Run:
     eager: bool
     nodes: list[fx.Node] = field(default_factory=list)
@@ -466,7 +466,7 @@ def split_graph(
         ConfigError: an operator does not exist, or does not occur.
     """
     wanted = frozenset(DEFAULT_SPLITTING_OPS if splitting_ops is None else splitting_ops)
-    occurring = set[str]()
+    occurring = set()
     splitting = set()
     for node in gm.graph.nodes:
         names = _names(node)
@@ -640,7 +640,7 @@ def _works(node: fx.Node) -> bool:
         return True
     if bare in ALLOCATIONS:
         return False
-    given = set[int]()
+    given = set()
     for argument in node.all_input_nodes:
         given |= _storages_of(argument)
     return not _storages_of(node) <= given
