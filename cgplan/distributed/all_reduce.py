@@ -96,7 +96,7 @@ class AllReduce(ABC):
 
     def reduce(self, x: Tensor) -> Tensor:
         reason = self.why_not(x)
-        if reason and self._fallback is not None:
+        if reason and self._fallback:
             if self.rank == 0 and reason not in self._logged:
                 logger.warning(
                     "%s all-reduce: %s; %s does it", self.name, reason, self._fallback.name
@@ -141,7 +141,7 @@ class AllReduce(ABC):
 
     def begin_pass(self) -> None:
         """Before captures, on all ranks."""
-        if self._fallback is not None:
+        if self._fallback:
             self._fallback.begin_pass()
 
     def end_pass(self) -> Registration:
@@ -166,7 +166,7 @@ class AllReduce(ABC):
     def close(self) -> None:
         """Graphs that reduce must be gone."""
         self.is_closed = True
-        if self._fallback is not None:
+        if self._fallback:
             self._fallback.close()
 
     def __enter__(self) -> Self:

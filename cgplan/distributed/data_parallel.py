@@ -1,7 +1,5 @@
 """Data-parallel ranks that exchange data inside the forward."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -165,7 +163,7 @@ def _padded(
     want: tuple[int, int],
 ) -> dict[str, Any]:
     """``have`` and ``want`` are (tokens, reqs)."""
-    found: dict[str, Any] = dict(inputs)
+    found = dict(inputs)
     for name, spec in specs.items():
         tensor = inputs.get(name)
         row_dim = spec.row_dim

@@ -345,13 +345,13 @@ class Ranks:
 
     def check_lost(self) -> None:
         """``check`` without asking the others."""
-        if self.lost is not None:
+        if self.lost:
             raise RankFailedError(self.lost.message, remedy=self.lost.remedy)
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
         """It ends well on all ranks, or raises as ``agree``."""
-        error: BaseException | None = None
+        error = None
         try:
             yield
         except Exception as raised:
@@ -386,7 +386,7 @@ class Ranks:
             if self.owns_group and dist.is_initialized():
                 with suppress(RuntimeError):
                     # NCCL waits for a lost rank
-                    if self.lost is not None and dist.get_backend() != "gloo":
+                    if self.lost and dist.get_backend() != "gloo":
                         dist.distributed_c10d._abort_process_group()
                     else:
                         dist.destroy_process_group()

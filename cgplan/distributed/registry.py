@@ -2,8 +2,6 @@
 graphs read.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Sequence
@@ -15,7 +13,7 @@ from torch import Tensor
 
 from cgplan.captures.model_graphs import PeerMemory
 from cgplan.distributed.ranks import Ranks, refuse_unlike
-from cgplan.distributed.transports import ExportedMemory, MemoryTransport
+from cgplan.distributed.transports import MemoryTransport
 from cgplan.errors import RegistrationError
 
 logger = logging.getLogger(__name__)
@@ -160,7 +158,7 @@ class GraphBufferRegistry:
         addresses: list[int],
         opened: dict[tuple[int, object], _Mapped],
     ) -> list[list[int]]:
-        memories = list[ExportedMemory]()
+        memories = []
         with self._ranks.step(f"exporting the {name}"):
             memories += [self._transport.export(address) for address in addresses]
         shared = self._ranks.agree(f"exchanging the {name}", value=memories)
@@ -183,7 +181,7 @@ class GraphBufferRegistry:
 
     def _close_peers(self, memory: Sequence[_Mapped], before: str, after: str) -> None:
         """Between two steps, unless a rank is lost."""
-        error: Exception | None = None
+        error = None
         try:
             if self._ranks.lost is None:
                 self._ranks.agree(before)

@@ -1,7 +1,5 @@
 """Steps of capture sessions on several ranks."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging
@@ -191,6 +189,6 @@ class RankedCapture(RankSync):
             records.append(record)
             for stop in stops:
                 stops_of_all.append(stop.changed(rank=rank))
-        if budget is not None:
+        if budget:
             budget = budget.changed(stops=tuple(stops_of_all))
         return report.changed(ranks=tuple(records), budget=budget)

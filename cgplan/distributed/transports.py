@@ -5,8 +5,6 @@ these open then. ``export`` names an allocation; ``open`` maps another process's
 base here. Failures are RegistrationErrors.
 """
 
-from __future__ import annotations
-
 import math
 import mmap
 import os

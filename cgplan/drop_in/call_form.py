@@ -5,8 +5,6 @@ Note [What a form tells apart]
     compare what these hold.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import weakref
@@ -196,8 +194,8 @@ def call_form(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> tuple[list[Any], list[Tensor]]:
-    form: list[Any] = [len(args), *kwargs]
-    tensors: list[Tensor] = []  # faster than list[Tensor]()
+    form = [len(args), *kwargs]
+    tensors: list[Tensor] = []
     flatten(args, form, tensors)
     if kwargs:
         flatten(kwargs.values(), form, tensors)
@@ -295,7 +293,7 @@ def reason_against(
         return "no tensor argument has a dimension" if tensors else "no argument is a tensor"
     if not all(tensor.numel() for tensor in tensors):
         return "a tensor argument is empty"
-    odd = set[str]()
+    odd = set()
     for tensor in tensors:
         if str(tensor.dtype).removeprefix("torch.") not in get_args(DType):
             odd.add(str(tensor.dtype))

@@ -1,7 +1,5 @@
 """The calls of one model, and the graphs that serve them."""
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections import Counter
@@ -38,7 +36,7 @@ from cgplan.drop_in.call_form import (
     taken_apart,
 )
 from cgplan.drop_in.gradients import OwnCode, with_gradients
-from cgplan.drop_in.kinds import Kind, OwnedKey, Sizes, Stage
+from cgplan.drop_in.kinds import Kind, Sizes, Stage
 from cgplan.drop_in.learner import NEW_STATES, Learner
 from cgplan.errors import (
     CaptureError,
@@ -163,7 +161,7 @@ class Calls:
     ) -> Call:
         """With copies of borrowed outputs, which captures overwrite and closed graphs free."""
         pool = self.pool
-        own = list[Tensor]()
+        own = []
         is_borrowed = False
         borrows = pool is not None and self._settings.compilation.outputs == "borrow"
         for tensor in tensors:
@@ -253,7 +251,7 @@ class Calls:
         refusal = kind.eager_reason or self._provide_graph(kind, sizes, tensors)
         if refusal:
             return self._run_refused(refusal, kind, call)
-        assert kind.runner is not None
+        assert kind.runner
         if objects_in(call.form):
             kind.take_objects(self.pool.backend.device)
         if kind.route(sizes).missing is None:
@@ -272,7 +270,7 @@ class Calls:
             if kind.stage is Stage.EAGER and not objects_in(call.form):
                 self._remember(call, kind)
             return self._run_model(refusal, call.args, call.kwargs)
-        if kind.runner is not None:
+        if kind.runner:
             kind.runner.retry_failed()
         output = self._run_model(refusal.message, call.args, call.kwargs)
         self._give_up(kind, refusal)
@@ -297,9 +295,9 @@ class Calls:
         kwargs: Kwargs,
         prepared: PreparedCall | None = None,
     ) -> Any:
-        assert kind.runner is not None
+        assert kind.runner
         wants_grad = True in kind.requires_grad and torch.is_grad_enabled()
-        again: OwnCode | None = None
+        again = None
         if wants_grad and self._settings.recomputes:
             again = self._own_code_again(args, kwargs)
         try:
@@ -333,7 +331,7 @@ class Calls:
         tensors: list[Tensor],
     ) -> Any:
         """A graph that differs ends, a padded one ends all padding."""
-        assert kind.runner is not None
+        assert kind.runner
         sizes = kind.sizes_of(tensors)
         route = kind.route(sizes)
         key = route.descriptor
@@ -357,7 +355,7 @@ class Calls:
         kwargs: Kwargs,
     ) -> OwnCode:
         detector = self.learner.detector
-        assert detector is not None
+        assert detector
         record = detector.record
         form, given = call_form(args, kwargs)
         call = self._own_call(args, kwargs, form, given)  # nothing asks for its tail
@@ -404,7 +402,7 @@ class Calls:
                 return kind.eager_reason or error.message
             error = self._capture(kind, sizes, tensors)
         runner = kind.runner
-        assert runner is not None
+        assert runner
         kind.written = frozenset(runner.graphs.facts.storages_written)
         if self._is_shared(kind, tensors):
             return _SHARED
@@ -448,7 +446,7 @@ class Calls:
                 runner = kind.runner = self._open_runner(kind, sizes)
                 kind.stats = runner.stats
             missing = kind.route(sizes).missing
-            if missing is not None and is_capture_allowed() and self._make_room(kind, missing):
+            if missing and is_capture_allowed() and self._make_room(kind, missing):
                 runner.exchange(captured=[missing])
         except CgplanError as error:
             return error
@@ -509,14 +507,14 @@ class Calls:
         missing: Key,
     ) -> bool:
         """Whether there are fewer than ``max_graphs``, or one less asked for can go."""
-        owners = dict[OwnedKey, Kind]()
-        uses = dict[OwnedKey, int]()
+        owners = {}
+        uses = {}
         for other in self.learner.kinds:
             if other.stats is None:
                 continue
             for key, count in other.stats.replays.items():
                 uses[id(other), key] = count
-            if other.runner is not None:
+            if other.runner:
                 for key in other.runner.plan.keys:
                     owners[id(other), key] = other
         most = self._settings.max_graphs

@@ -1,7 +1,5 @@
 """Gradients of graphs: ``backward`` runs the model's own code again, or raises."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -42,8 +40,8 @@ class _OfGraph(torch.autograd.Function):
                 remedy="Call the model itself where gradients of gradients are needed.",
             )
         outputs = ctx.again()
-        roots = list[Tensor]()
-        given = list[Tensor]()
+        roots = []
+        given = []
         for at, gradient in zip(ctx.at, gradients, strict=True):
             if gradient is not None:
                 roots.append(outputs[at])
@@ -73,7 +71,7 @@ def with_gradients(
         # made in C++ and hooked as ``register_hook`` does: a third of a Python Function's time
         for index in at:
             leaves[index].requires_grad = True
-            made: Tensor = _NO_GRADIENT(leaves[index])
+            made = _NO_GRADIENT(leaves[index])
             # users' hooks have numbers from 0
             made._backward_hooks = OrderedDict({-1: partial(_refuse, name)})
             made.grad_fn._register_hook_dict(made)  # type: ignore[union-attr]

@@ -255,9 +255,9 @@ class Graphed:
         learner = self._learner
         graphs = sum(len(runner.plan.keys) for runner in learner.runners)
         lines = [f"{self._name}: {graphs} of {self._settings.max_graphs} graphs"]
-        rows = list[tuple[str, int, list[str]]]()
+        rows = []
         for kind in learner.kinds:
-            if kind.stats is not None:
+            if kind.stats:
                 keys = kind.runner.plan.keys if kind.runner else ()
                 sizes = ", ".join(key.size for _, key in reversed(keys))
                 rows.append((sizes or "freed", kind.stats.calls, self._notes_of(kind)))
@@ -673,7 +673,7 @@ class _Generate:
                     "and outside of inference_mode, and got more: pad prompts to a few numbers of "
                     "rows, in one mode"
                 )
-            made: Any = StaticCache
+            made = StaticCache
             cache = made(self.model.config, max_cache_len=self._max_cache_len)
             if any(cache.is_sliding):
                 self._tell(
@@ -780,9 +780,8 @@ def config_text(
             "calls were made under torch.autocast, which a file cannot hold",
             remedy="Enter torch.autocast in the model's forward, and call it outside.",
         )
-    assert kind.runner is not None
-    config = kind.runner.config
-    values = config.model_dump(
+    assert kind.runner
+    values = kind.runner.config.model_dump(
         mode="json",
         exclude_defaults=True,
         exclude={

@@ -23,8 +23,6 @@ Note [The life of a kind]
     Calls of an EAGER kind do not look for such a change.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -182,7 +180,7 @@ class Kind:
         anew.
         """
         served = False
-        if self.runner is not None:
+        if self.runner:
             replays = self.runner.stats.replays.total()
             # the call that captured is one
             served = replays > self.replays + 1
@@ -242,7 +240,7 @@ class Kind:
         return dict(zip(self.specs, tensors, strict=True))
 
     def route(self, sizes: Sizes) -> RoutedBatch:
-        assert self.runner is not None
+        assert self.runner
         tokens, *others = sizes.values()
         batch = Batch(tokens, None, tuple(others))
         return self.runner.router.route(batch)
@@ -280,7 +278,7 @@ class Kind:
         point = _Point(sizes, shapes)
         if point not in self._points:
             self._points.append(point)
-        found = list[Shape]()
+        found = []
         for index, shape in enumerate(shapes):
             extents = [self._extent(index, at) for at in range(len(shape))]
             found.append(self._without_chance(extents, shape))
@@ -358,7 +356,7 @@ class Kind:
             seen = {point.sizes[name] for point in self._points}
             if len(seen) > 1:
                 continue
-            of_inputs = set[int]()
+            of_inputs = set()
             for spec in self.specs.values():
                 for at, extent in enumerate(spec.extents):
                     if extent.symbol == name:
@@ -396,7 +394,7 @@ class Kind:
         return self.runner is not None and bool(self.runner.plan.keys)
 
     def close(self) -> None:
-        if self.runner is not None:
+        if self.runner:
             self.runner.close()
         self.runner = self.objects = None
 
@@ -438,7 +436,7 @@ class Family:
 
 
 def without_constants(form: Form) -> Form:
-    kept = list[Any]()
+    kept = []
     is_value = False
     for part in form:
         if type(part) is ById:

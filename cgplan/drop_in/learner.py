@@ -2,8 +2,6 @@
 sizes vary.
 """
 
-from __future__ import annotations
-
 import inspect
 import logging
 from collections import Counter, OrderedDict
@@ -36,7 +34,7 @@ from cgplan.drop_in.call_form import (
 from cgplan.drop_in.kinds import Family, Kind, Sizes, Stage, without_constants
 from cgplan.errors import ConfigError, InputError, OutputShapeError, did_you_mean
 from cgplan.graphs.change_detector import ChangeDetector
-from cgplan.graphs.fingerprint import Change, Fingerprint, is_ignored
+from cgplan.graphs.fingerprint import Fingerprint, is_ignored
 from cgplan.graphs.footprint import look
 from cgplan.graphs.put_back import PutBack
 from cgplan.graphs.written import copy_limit, version_of
@@ -139,7 +137,7 @@ class Settings:
 def _dims_by_input(given: Any) -> dict[str, dict[int, Dim | str]] | None:
     if given is None:
         return None
-    found = dict[str, dict[int, Dim | str]]()
+    found = {}
     for name, dims in given.items():
         _refuse_other("a name of dynamic", name, str, _DYNAMIC)
         _refuse_other(f"dynamic[{name!r}]", dims, Mapping, _DYNAMIC)
@@ -212,7 +210,7 @@ class Learner:
     def forget(self) -> None:
         for kind in self.kinds:
             kind.close()
-        if self.detector is not None:
+        if self.detector:
             self.detector.close()
         self._begin()
 
@@ -230,7 +228,7 @@ class Learner:
 
     def suspect(self) -> None:
         detector = self.detector  # another thread may end it
-        if detector is not None:
+        if detector:
             detector.suspect()
 
     def free_if_changed(self, begun: Kind | None = None) -> bool:
@@ -288,7 +286,6 @@ class Learner:
                     self.tell_once(f"ignore names {pattern!r}, where nothing is compared")
 
     def holds(self) -> bool:
-        """The model is watched, and looks the same."""
         with torch._C.DisableTorchFunction():
             return self.detector is not None and self.detector.holds()
 
@@ -296,14 +293,14 @@ class Learner:
 
     @property
     def kinds(self) -> list[Kind]:
-        found = list[Kind]()
+        found = []
         for kinds in list(self._kinds.values()):
             found += kinds
         return found
 
     @property
     def runners(self) -> list[GraphRunner]:
-        return [kind.runner for kind in self.kinds if kind.runner is not None]
+        return [kind.runner for kind in self.kinds if kind.runner]
 
     def forget_object(self, value: Any) -> None:
         for kind in self.kinds:
@@ -324,7 +321,7 @@ class Learner:
         known = self._kinds.setdefault(call.form, [])
         self._kinds.move_to_end(call.form)
         roots = object_roots(call.form)
-        state: Any = ()
+        state = ()
         if roots:
             state = self._fingerprint(roots).as_key()
         family.calls += 1
@@ -427,7 +424,7 @@ class Learner:
         tensors = call.tensors
         shapes = shapes_of(tensors)
         versions = list(map(version_of, tensors))
-        records = list[Fingerprint]()
+        records = []
         if kind.stage is not Stage.NEW:
             records = [
                 self._fingerprint({"model": self.model}, draws=True),
@@ -437,7 +434,7 @@ class Learner:
         output = self.model(*call.args, **call.kwargs)
         if kind.stage is Stage.NEW and not is_ahead:
             self.free_if_changed(kind)
-        changes = list[list[Change]]()
+        changes = []
         # of arguments nothing is ignored
         for record, ignored in zip(records, (settings.ignore, ()), strict=False):
             changes.append(list(record.changes(ignored).values()))
@@ -495,7 +492,7 @@ class Learner:
 
     def relearn(self, kind: Kind) -> bool:
         """Whether the kind was not as learnt; then it has no graphs."""
-        if self.detector is not None and self.free_if_changed():
+        if self.detector and self.free_if_changed():
             return True
         try:
             if not kind.relearn():
@@ -585,13 +582,14 @@ class Learner:
         named = dict(zip(names, call.tensors, strict=True))
         dynamic = {} if is_exact else self.settings.dynamic
         shapes, note = _shapes_of(named, dynamic)
-        specs = dict[str, Input]()
-        for name, tensor in named.items():
-            specs[name] = Input(
+        specs = {
+            name: Input(
                 shape=shapes[name],
                 dtype=tensor.dtype,
                 pad=pads.get(name, 0),
             )
+            for name, tensor in named.items()
+        }
         kind = Kind(forward, specs, call.form, state, device)
         kind.notes.append(note)
         if len(kind.names) == 1:
@@ -632,8 +630,8 @@ class Learner:
         size: int,
     ) -> Dim:
         settings = self.settings
-        sizes: Any = None
-        most: int | None = None
+        sizes = None
+        most = None
         if name == kind.names[0]:
             sizes = settings.sizes
             most = settings.max_size
@@ -667,13 +665,11 @@ class Learner:
         # tensors may come twice, marks do not
         marks = [torch.empty(0) for _ in call.tensors]
         args, kwargs = forward.arguments(marks)
-        name_of = dict[int, str]()
+        name_of = {}
         for argument, value in arguments_by_name(self.signature, args, kwargs).items():
             for path, mark in tensors_by_name(value, argument):
                 name_of[id(mark)] = path + "_" * (path in WORDS_OF_A_CALL)
-        names = list[str]()
-        for index, mark in enumerate(marks):
-            names.append(name_of.get(id(mark), f"tensor_{index}"))
+        names = [name_of.get(id(mark), f"tensor_{index}") for index, mark in enumerate(marks)]
         counts = Counter(names)
         for index, name in enumerate(names):
             if counts[name] > 1:
@@ -728,7 +724,7 @@ def _effects_until_now(records: Sequence[Fingerprint]) -> tuple[list[Any], list[
         return [], []
     index = records[0].device.index or 0
     generators = [torch.default_generator, *torch.cuda.default_generators[index : index + 1]]
-    tensors = list[Tensor]()
+    tensors = []
     for record in records:
         generators += record.generators
         tensors += record.tensors

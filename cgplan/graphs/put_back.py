@@ -417,6 +417,7 @@ class PutBack:
     def restore(self) -> None:
         """Undo changes for good. The device is idle."""
         made = self.made
+        self.last = self.before.changes()  # by runs of a bench, too
         of_made = set[int]()  # runs
         of_undone = set[int]()  # that may be a tensor's flag
         for path, known in self._bound.items():

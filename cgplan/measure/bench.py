@@ -142,7 +142,7 @@ def _measured(
     by_box: Sequence[list[BenchBatch]],
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    batches = list[BenchBatch]()
+    batches = []
     for found in by_box:
         batches += found
     repeats = runner.config.report.repeats
@@ -304,7 +304,7 @@ def _take_turn(
     if route.mode is not CUDAGraphMode.NONE:
         ways["graph"] = ways["graph_queued"] = partial(runner, **call)
         entry = runner.graphs.entry((route.mode, route.descriptor))
-    if entry is not None:
+    if entry:
         replays = [runner.backend.replay_of(graph) for graph in entry.segments]
 
         def replay() -> None:
@@ -330,8 +330,8 @@ def _take_turn(
 
 def _record(runner: GraphRunner, batch: BenchBatch) -> BenchRecord:
     route = runner.route(batch.tensors, **batch.options)
-    found = dict[str, Any]()
-    unsure = list[str]()
+    found = {}
+    unsure = []
     for name, times in batch.times.items():
         found[name] = timing(times)
         if name in MEDIANS and found[name].median > UNSURE * min(times):
@@ -450,7 +450,7 @@ def ours(
 
     def call_of(batch: BenchBatch) -> Call:
         given = batch.given_to(runner)
-        arguments: dict[str, Any] = {**given, **batch.options}
+        arguments = {**given, **batch.options}
         pairs = [(given[name], value) for name, value in batch.tensors.items()]
         copies = [(view, value) for view, value in pairs if view is not value]
 
@@ -476,15 +476,14 @@ def bare(
     baseline: Baseline,
 ) -> None:
     backend = bench.runner.backend
-    model = bench.runner.model
     asked = bench.runner.config.compilation.cudagraph_num_of_warmups
     warmups = 1 if asked == "auto" else asked
     pool = backend.new_pool()
-    captured: dict[int, Captured] = {}
+    captured = {}
     with backend.session():
         for batch in bench.largest_first():
             static = {name: value.clone() for name, value in batch.tensors.items()}
-            forward = partial(batch.run, model, static)
+            forward = partial(batch.run, bench.runner.model, static)
             for _ in range(warmups):
                 forward()
             graph = backend.new_graph(pool)
@@ -888,7 +887,7 @@ def describe_split(
     smallest = piecewise[-1]
     try:
         graphs.choose_route()
-        if graphs.route.splitter is not None:
+        if graphs.route.splitter:
             with on_padding(graphs) as rehearsal:
                 rehearsal.look(smallest)
                 graphs.warm_up(smallest)

@@ -48,7 +48,7 @@ from cgplan.captures.failures import drop_locals, explain_eager_failure, raise_c
 from cgplan.captures.model_graphs import ModelGraphs
 from cgplan.config import Config
 from cgplan.errors import CaptureError
-from cgplan.graphs.wrapper import CUDAGraphEntry, CUDAGraphWrapper
+from cgplan.graphs.wrapper import CUDAGraphWrapper
 from cgplan.modes import CUDAGraphMode, Key
 from cgplan.optimizer.subset import restricted
 from cgplan.piecewise.breakable import standing_in
@@ -158,7 +158,7 @@ class AllocationLog(DispatchMode):
                 stack.enter_context(replaced(CUDAGraphWrapper, __call__=in_wrapper))
             else:
                 stack.enter_context(standing_in(self))
-            if route.splitter is not None:
+            if route.splitter:
                 route.splitter.capture = self
                 route.warm(**inputs)
                 return
@@ -313,7 +313,7 @@ def calibrate(
     graphs = ModelGraphs(restricted(plan, keys, config), config, model, backend)
     capturer = Capturer(graphs)
     pools: dict[CUDAGraphMode, dict[int, int]] = {mode: {} for mode, _ in keys}
-    records = dict[Key, GraphRecord]()
+    records = {}
     workspace = 0
     once = 0.0
     try:
@@ -381,7 +381,7 @@ def _driver_rates(
     """Bytes of a node by mode (of a key if nodes are not counted)."""
     backend = graphs.backend
     scope = graphs.scope
-    held = list[CUDAGraphEntry]()
+    held = []
     rates = {mode: 0.0 for mode, _ in keys}
     if not backend.counts_driver_bytes:
         return rates

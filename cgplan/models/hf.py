@@ -1,7 +1,5 @@
 """The target `transformers`: a causal language model, one token a row."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from contextlib import suppress

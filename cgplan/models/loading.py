@@ -1,7 +1,5 @@
 """From ``model.target`` to a model; errors name the user's line."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import inspect
@@ -105,7 +103,7 @@ def call_target(
     path = find_file(source, base_dir) if source.endswith(".py") else None
     with _importable(Path.cwd() if path is None else path.parent):
         with _blaming(f"importing {source}"):
-            found: Any = _import_module(source) if path is None else _import_file(path)
+            found = _import_module(source) if path is None else _import_file(path)
         remedy = "Name a function or class of it."
         for name in attribute.split("."):
             if not hasattr(found, name):

@@ -116,7 +116,7 @@ class Candidate(NamedTuple):
 
     @property
     def speed(self) -> str:
-        figures = list[str]()
+        figures = []
         for size, gains in sorted(self.gains.items()):
             spread = f"{gains[0]:.3g} to {gains[-1]:.3g}"
             figures.append(f"{median(gains):.3g}x at {size} ({spread})")
@@ -149,7 +149,7 @@ class Trials:
         file = self._choice_file()
         choice = _kept_choice(file)
         failed: tuple[str, ...] = ()
-        if choice is not None:
+        if choice:
             try:
                 return use(*self._planned(choice), None)
             except (CaptureError, ModelError) as error:
@@ -200,7 +200,7 @@ class Trials:
                 return None
             first = tensor[(slice(1),) * tensor.ndim].tolist()
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {first}".encode())
-        files = set[str]()
+        files = set()
         for each in model.modules():
             module = sys.modules.get(type(each).__module__)
             files.add(getattr(module, "__file__", None) or "")
@@ -251,14 +251,15 @@ class Trials:
                 continue
             took = format_seconds(time.perf_counter() - began)
             notes.append(f"AUTO: {note} (tried in {took})")
-            if candidate is not None:
+            if candidate:
                 candidates.append(candidate)
         chosen, route, reason = self._fastest(candidates, plan.capture_sizes)
         before = asked.model_dump(mode="json")
-        settings = dict[str, Any]()
-        for name, value in chosen.model_dump(mode="json").items():
-            if value != before[name]:
-                settings[name] = value
+        settings = {
+            name: value
+            for name, value in chosen.model_dump(mode="json").items()
+            if value != before[name]
+        }
         took = format_seconds(time.perf_counter() - start)
         notes.append(
             f"AUTO took {took}. To keep this choice without it, write into compilation: "
@@ -311,8 +312,7 @@ class Trials:
         candidates: Sequence[Candidate],
         sizes: Sequence[int],
     ) -> tuple[CompilationConfig, SplitRoute | None, str]:
-        asked = self.config.compilation
-        none = asked.changed(cudagraph_mode=CUDAGraphMode.NONE)
+        none = self.config.compilation.changed(cudagraph_mode=CUDAGraphMode.NONE)
         if not candidates:
             return none, None, "no way to capture the model was found"
         best = max(candidates, key=Candidate.mean)
@@ -455,7 +455,7 @@ def _fusible_share(runner: GraphRunner) -> float:
     """The most of a step of a timed key, without products, convolutions, attention, and operators
     that are not torch's.
     """
-    shares = list[float]()
+    shares = []
     graphs = runner.graphs
     compilation = runner.config.compilation
     is_whole = compilation.cudagraph_mode is CUDAGraphMode.FULL
@@ -507,8 +507,8 @@ def _ways(
 @contextmanager
 def _failing_module(model: Callable[..., Any], failed: list[str]) -> Iterator[None]:
     """``failed`` gets the innermost module that raised."""
-    names = dict[int, str]()
-    last: BaseException | None = None
+    names = {}
+    last = None
     if isinstance(model, torch.nn.Module):
         names = {id(module): name for name, module in model.named_modules() if name}
 
@@ -543,10 +543,11 @@ def _timed_sizes(
     config: Config,
 ) -> set[int]:
     sizes = plan.capture_sizes
-    asked = set[int]()
-    for size in config.report.sizes or ():
-        if size <= plan.max_capture_size:
-            asked.add(sizes[bisect_left(sizes, size)])
+    asked = {
+        sizes[bisect_left(sizes, size)]
+        for size in config.report.sizes or ()
+        if size <= plan.max_capture_size
+    }
     served = [size for size in sizes if size <= plan.max_num_seqs]
     return asked or {*sizes[:1], *served[-1:], *sizes[-1:]}
 
@@ -569,7 +570,7 @@ def _first_difference(runner: GraphRunner) -> str | None:
             examples = example_batch(specs, descriptor.num_tokens, reqs, device)
             for name, tensor in examples.items():
                 views[name].copy_(tensor)
-            outputs = list[list[Any]]()
+            outputs = []
             eager = partial(graphs.run_eager, descriptor, views)
             replay = partial(graphs.run_wrapped, key, views)
             for run in (eager, replay):

@@ -97,8 +97,8 @@ class CudaGraphManager:
         before_key: BeforeKey | None = None,
     ) -> None:
         if backend is None:
-            backend = pool.backend if pool is not None else select_backend(config.device)
-        if pool is not None and pool.backend is not backend:
+            backend = pool.backend if pool else select_backend(config.device)
+        if pool and pool.backend is not backend:
             raise BackendError(
                 f"{name!r} was given a pool of another backend ({pool.backend.name}, "
                 f"{pool.backend.device})",
@@ -109,7 +109,7 @@ class CudaGraphManager:
         self.name = name
         self.plan = build_plan(config) if plan is None else plan
         self.pool = GraphPool(backend) if pool is None else pool
-        given = self.pool if pool is not None or config.compilation.pool == "shared" else None
+        given = self.pool if pool or config.compilation.pool == "shared" else None
         self._session = CaptureSession(
             self.plan,
             model,
@@ -177,7 +177,7 @@ class CudaGraphManager:
 
     def close(self) -> None:
         """Free graphs and static buffers; with its last member, the pool."""
-        if self._runner is not None:
+        if self._runner:
             self._runner.close()
 
     def __enter__(self) -> CudaGraphManager:

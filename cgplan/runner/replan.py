@@ -1,7 +1,5 @@
 """Other graphs for recent batches, and runs on padding that time steps."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
@@ -114,7 +112,7 @@ class Replanner:
         way: ReplanWay = "proposed"
         new: tuple[Key, ...] = ()
         evicted: tuple[Key, ...] = ()
-        if reopen is not None:
+        if reopen:
             self._mark = stats.mark()
             captured, way, new = _exchange(captured, wanted, reopen)
             evicted = _without(plan.keys, captured.keys)

@@ -1,7 +1,5 @@
 """From a batch to the graph that serves it."""
 
-from __future__ import annotations
-
 import operator
 from dataclasses import dataclass
 from functools import cached_property
@@ -62,7 +60,7 @@ class BatchRouter:
         self._captured = captured
         self._plan = captured.graphs.plan
         self._dispatcher = CudagraphDispatcher(self._plan)
-        self._dispatcher_of_wanted: CudagraphDispatcher | None = None
+        self._dispatcher_of_wanted = None
         if captured.graphs.on_demand:
             self._dispatcher_of_wanted = CudagraphDispatcher(captured.wanted)
 
@@ -149,8 +147,8 @@ class BatchRouter:
         uniform = bool(uniform_decode)
         counts = tokens, uniform, num_active_loras, None, invalid_modes, batch.sizes
         key = self._dispatcher.dispatch(*counts)
-        missing: Key | None = None
-        if self._dispatcher_of_wanted is not None:
+        missing = None
+        if self._dispatcher_of_wanted:
             missing = self._dispatcher_of_wanted.dispatch(*counts)
             if missing == key or missing[0] is CUDAGraphMode.NONE:
                 missing = None
@@ -178,7 +176,7 @@ class BatchRouter:
         remedy = _REMEDIES.get(reason)
         cause = ""
         failed = self._captured.failed.get(missing)
-        if failed is not None:
+        if failed:
             cause = f" ({failed.detail})"
         # not sizes of the configuration
         if remedy is None and (plan.file is not None or plan.evidence is not None):

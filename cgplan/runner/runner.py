@@ -435,11 +435,11 @@ class GraphRunner:
             key: Seen | None = None
             with torch._C.DisableTorchFunction():  # under a mode an attribute takes 1 us
                 try:
-                    values: Values = tensors or self._pick(inputs)
+                    values = tensors or self._pick(inputs)
                     # is_alike ends the process for nested ones
                     if len(tensors or inputs) != self._count or True in map(_is_nested, values):
                         call = None
-                    elif call is not None and flags == call.flags and call.is_alike(*values):
+                    elif call and flags == call.flags and call.is_alike(*values):
                         is_alike = True
                     else:
                         key = *map(_traits, values), *map(_device, values), *flags
@@ -513,10 +513,9 @@ class GraphRunner:
         values = [inputs[name] for name in self._reader.names]
         if self._may_capture(route):
             buffers = self.graphs.buffers
-            device = self.backend.device
             for index, value in enumerate(values):
                 # captures overwrite outputs of earlier calls
-                if value.device == device and not buffers.owns(value):
+                if value.device == self.backend.device and not buffers.owns(value):
                     values[index] = value.clone()
             with torch._C._EnableTorchFunction():
                 self._capture_for(route)
@@ -549,7 +548,7 @@ class GraphRunner:
         count = self.stats.count_of(route, reason)
         call = PreparedCall.of(route, count, values, self.graphs, self._copier)
         self._launcher.verifier.schedule(call)
-        if self.config.report.nvtx or Trace.current is not None:
+        if self.config.report.nvtx or Trace.current:
             self._show(call, staged=values is None)
         return call
 
@@ -582,13 +581,13 @@ class GraphRunner:
             self._asked_ns = 0
             with span("copy", bytes=sum(value.nbytes for value in values)):
                 copy_in(values, *rest)
-            if trace is not None and trace is Trace.current and not staged:
+            if trace and trace is Trace.current and not staged:
                 trace.add("dispatch", began, {}, start)
 
         def shown() -> None:
             with annotate(f"cgplan {name}"), span("launch"):
                 replay()
-            if trace is not None and trace is Trace.current:
+            if trace and trace is Trace.current:
                 trace.add(name, began, {"num_tokens": batch.num_tokens, "num_reqs": batch.num_reqs})
 
         call.copy_in = copied
@@ -634,11 +633,11 @@ class GraphRunner:
             self._route_anew()
 
     def _capture_for(self, route: RoutedBatch) -> None:
-        assert route.missing is not None
+        assert route.missing
         with self._changing() as captured:
             captured.capture([route.missing])
             failed = captured.failed.get(route.missing)
-            if failed is not None:
+            if failed:
                 self.stats.failures += 1
                 logger.debug(
                     "%s: %s %s was not captured: %s", self._name, *route.missing, failed.detail
@@ -721,7 +720,7 @@ class GraphRunner:
             route = self.route(inputs, uniform_decode, num_active_loras)
             graphs = self.graphs
             self._launcher.take_stream()
-            values: Values = self._pick(inputs)
+            values = self._pick(inputs)
             key = route.descriptor
             if route.mode is CUDAGraphMode.NONE or not padded:
                 return graphs.run_unpadded(route.unpadded, values)
@@ -808,7 +807,7 @@ class GraphRunner:
         """
         self._check_open()
         self.graphs.addresses.invalidate(name)
-        staged = [block.call for block in self._handed if block.call is not None]
+        staged = [block.call for block in self._handed if block.call]
         for call in (*self._calls.values(), *staged):
             call.needs_check = call.route.mode is not CUDAGraphMode.NONE
 

@@ -1,7 +1,5 @@
 """CaptureSession: captures a plan in one go; frees everything if it fails."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
@@ -70,7 +68,7 @@ class CaptureSession:
     def __post_init__(self) -> None:
         refuse_auto(self.config.compilation)
         policy = self.config.compilation.pool
-        if self.pool is not None and policy != "shared":
+        if self.pool and policy != "shared":
             raise CgplanError(
                 f"compilation.pool is {policy}, but the runner was given a pool",
                 remedy="Set compilation.pool: shared, or give it no pool.",
@@ -137,7 +135,7 @@ class CaptureSession:
         backend = self.backend
         config = self.config
         ranks = self.together
-        graphs: ModelGraphs | None = None
+        graphs = None
         try:
             backend.release_cached()
             began = began or time.perf_counter()
@@ -174,7 +172,7 @@ class CaptureSession:
         except BaseException as error:
             drop_locals(error)
             failure = ranks.failed(error)
-            if graphs is not None:
+            if graphs:
                 graphs.free()
             if failure is error:
                 raise
@@ -182,7 +180,7 @@ class CaptureSession:
         return captured
 
     def _prove(self, graphs: ModelGraphs, plan: Plan) -> None:
-        twin: GraphRunner | None = None
+        twin = None
         has_wrappers = None in map(graphs.entry, plan.keys)
         if graphs.is_alone and not graphs.on_demand and not has_wrappers:
             config = self.config.with_values("compilation", audit="off")

@@ -85,7 +85,7 @@ class RunnerStats:
     ) -> BatchCount:
         """After 100,000 batches, tokens alone tell new ones apart."""
         batch = route.batch
-        asked: Asked = (
+        asked = (
             batch.num_tokens,
             batch.num_reqs,
             route.uniform,
@@ -107,7 +107,7 @@ class RunnerStats:
         if ran.mode is CUDAGraphMode.NONE:
             return
         self.count_of(ran).calls -= 1
-        if asked is not None:
+        if asked:
             served = replace(
                 asked,
                 mode=ran.mode,
@@ -183,7 +183,7 @@ class RunnerStats:
             figures = tokens, padded, padded - tokens, mode, calls
             cells.append(tuple(map(str, figures)))
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines = list[str]()
+        lines = []
         for row in cells:
             padded_cells = map(str.ljust, row, widths)
             lines.append(f"| {' | '.join(padded_cells)} |")
@@ -211,9 +211,7 @@ class RunnerStats:
 
     def mark(self) -> Mark:
         """The counts now, for ``traffic``."""
-        calls = dict[Asked, int]()
-        for asked, count in list(self._counts.items()):
-            calls[asked] = count.calls
+        calls = {asked: count.calls for asked, count in list(self._counts.items())}
         return self._resets, calls
 
     def traffic(self, since: Mark | None = None) -> Traffic:
@@ -237,7 +235,7 @@ class RunnerStats:
 
     def samples(self) -> dict[str, Iterable[Sample]]:
         """By counter; few enough batches for a monitor."""
-        replays = list[Sample]()
+        replays = []
         for (mode, key), calls in self.replays.items():
             labels = (
                 mode,

@@ -72,10 +72,11 @@ class Verifier:
             for tensor in self._handed:
                 tensor.detach().fill_(math.nan)  # it may ask for gradients
             found = _copied(output())
-        self._handed = []
-        for leaf in tree_leaves(found):
-            if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
-                self._handed.append(leaf)
+        self._handed = [
+            leaf
+            for leaf in tree_leaves(found)
+            if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+        ]
         return found
 
     def replay(
@@ -83,7 +84,6 @@ class Verifier:
         call: PreparedCall,
         values: Values,
     ) -> None:
-        """Raises NumbersError."""
         due = call.due
         due.left = 1  # also if the model's own code raises
         record, output = self.verify(call, values)
@@ -193,9 +193,6 @@ class _Moment:
             generator.set_state(state)
         return self._python is None or self._python.undo_attributes(self._ignore)
 
-    def has_drawn_until(self, other: _Moment) -> bool:
-        return not all(map(torch.equal, self.random.values(), other.random.values()))
-
 
 @dataclass(eq=False)
 class _Comparison:
@@ -238,7 +235,8 @@ class _Comparison:
         changes = self._changes_of_python()
         unseen = self._unseen_write()
         after = _Moment(graphs, self.call)
-        self._has_drawn = begin.has_drawn_until(after)
+        drawn = map(torch.equal, begin.random.values(), after.random.values())
+        self._has_drawn = not all(drawn)
         self._can_repeat = begin.put_back()
         where = self._padding_tells()
         replayed = self.run(self._replay)
@@ -266,7 +264,7 @@ class _Comparison:
             if self._facts.overwritten:
                 self.own_code()
             after.put_back()
-        largest = dict[str, float | None]()
+        largest = {}
         tolerance = 0.0
         for part in found:
             largest[part.where] = part.largest
@@ -424,7 +422,7 @@ class _Comparison:
         key = self._route.descriptor
         batch = self._route.batch
         reqs = graphs.padded_reqs(key)
-        found = list[tuple[Tensor, Tensor]]()
+        found = []
         for name, buffer in graphs.buffers[key.sizes].buffers.items():
             if name not in self.copied or buffer.row_dim is None:
                 continue
@@ -461,7 +459,7 @@ class _Comparison:
         """Whether rows round otherwise where each comes twice, as by a router."""
         graphs = self.graphs
         buffers = graphs.buffers[self._route.descriptor.sizes].buffers
-        twice = list[Tensor]()
+        twice = []
         for value, buffer in zip(self.values, buffers.values(), strict=True):
             if buffer.row_dim is None:
                 twice.append(value.clone())
@@ -525,17 +523,17 @@ class _Comparison:
 
 def _copied_inputs(graphs: ModelGraphs) -> set[str]:
     config = graphs.config
-    if graphs.real_rows is not None:
+    if graphs.real_rows:
         return set(config.inputs) - set(graphs.real_rows.meant_padding)
     rows_alone = not config.metadata
     for spec in config.tensors.values():
         for extent in spec.extents:
             rows_alone &= extent.symbol != "num_reqs"
-    found = set[str]()
-    for name, spec in config.inputs.items():
-        if spec.pad != "last" and (rows_alone or torch_dtype(spec).is_floating_point):
-            found.add(name)
-    return found
+    return {
+        name
+        for name, spec in config.inputs.items()
+        if spec.pad != "last" and (rows_alone or torch_dtype(spec).is_floating_point)
+    }
 
 
 def _wrong(parts: Iterable[Difference]) -> list[Difference]:
