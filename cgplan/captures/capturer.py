@@ -29,7 +29,7 @@ from cgplan.captures.failures import drop_locals, explain_failure, raise_caused
 from cgplan.captures.model_graphs import REBUILD_AND_WARM_UP, ModelGraphs, Rehearsal
 from cgplan.errors import CaptureError, CaptureMemoryError
 from cgplan.graphs.footprint import RunLog
-from cgplan.modes import Key
+from cgplan.modes import CUDAGraphMode, Key
 from cgplan.planning.plan import Lane
 from cgplan.reports.records import GraphRecord
 
@@ -189,9 +189,10 @@ class Capturer:
             if is_held:
                 left = left or "memory of its pool"
             if left or attempt.has_compiled:
-                # the replay computes what the model keeps
-                with random_state_kept(backend.device, graphs.generators):
-                    graphs.run_wrapped(key, graphs.views(descriptor))
+                if mode is not CUDAGraphMode.PIECEWISE:  # whose captures compute
+                    # the replay computes what the model keeps
+                    with random_state_kept(backend.device, graphs.generators):
+                        graphs.run_wrapped(key, graphs.views(descriptor))
                 rehearsal.put_back.count_as_run()
                 graphs.evict([key])
                 return self._again_with_warm_up(attempt, left and f"{attempt} leaves {left}")

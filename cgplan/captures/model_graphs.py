@@ -452,6 +452,16 @@ class ModelGraphs:
             for path, (nbytes, kept) in put_back.outcome.items()
         )
         facts = self.facts
+        of_sizes = []
+        for path in put_back.python_of_sizes:
+            is_told = path in facts.changes_python
+            if not is_told and not is_ignored(path, self.config.compilation.ignore):
+                of_sizes += self.frozen(self.plan.mode, [path])
+        if of_sizes:
+            facts.note(
+                f"the forward sets {_listed(of_sizes)} anew for each size; a replay does not, so "
+                "code that reads it later may find that of another size"
+            )
         limit = copy_limit(self.config.compilation, self.backend)
         most_compared = 0 if self.real_rows is None else limit
         left = limit // 2  # a comparison copies it twice

@@ -314,6 +314,16 @@ class PutBack:
         return {path: uses for path, uses in found.items() if lasting.issuperset(uses.runs)}
 
     @property
+    def python_of_sizes(self) -> list[str]:
+        """Paths of values, not tensors, that first runs of several keys changed."""
+        found = []
+        for path, uses in self.made.items():
+            change = self.last.get(path)
+            if change and len(uses.runs) > 1 and not is_tensor(change.now):
+                found.append(path)
+        return found
+
+    @property
     def has_first_use(self) -> bool:
         """Perhaps, after a single run."""
         if len(self._runs) < 2:

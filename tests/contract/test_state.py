@@ -800,6 +800,43 @@ def test_a_table_behind_a_hidden_flag_stays_filled(
             same(model(x), plain(x))
 
 
+class ScalesOnceAtTwoRows(nn.Module):
+    """And sets a number for each size, which its eager piece reads."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.piece = nn.Linear(2, 2, device=device)
+        self.register_buffer("scale", torch.ones(2, device=device))
+        self.is_scaled = False
+        self.rows = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.rows = len(x)
+        if self.rows == 2 and not self.is_scaled:
+            self.scale.mul_(3)
+            self.is_scaled = True
+        return self.piece(x * 2) + self.scale
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_first_use_of_a_middle_size_is_computed_once(backend: GraphBackend, mode: str) -> None:
+    model = ScalesOnceAtTwoRows(backend.device).requires_grad_(False)
+    pieces = ["piece"] if mode == "PIECEWISE" else []
+    runner = open_runner(backend, model, cudagraph_mode=mode, splitting_modules=pieces)
+    with closing(runner):
+        assert (model.is_scaled, model.scale.tolist()) == (True, [3, 3])
+        x = torch.rand(2, 2, device=backend.device)
+        same(runner(x=x), model(x))
+        assert "the forward sets rows anew for each size" in "".join(runner.report.warnings)
+
+
+def test_a_number_of_each_size_may_be_ignored(backend: GraphBackend) -> None:
+    model = ScalesOnceAtTwoRows(backend.device).requires_grad_(False)
+    runner = open_runner(backend, model, cudagraph_mode="FULL", ignore=["model.rows"])
+    with closing(runner):
+        assert "rows" not in "".join(runner.report.warnings)
+
+
 class CacheAtAFreedAddress(nn.Module):
     """Its cache has the storage id of a tensor that the same run had read and freed."""
 
