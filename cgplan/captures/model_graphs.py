@@ -24,7 +24,7 @@ from cgplan.captures.failures import explain_failure
 from cgplan.config import Config
 from cgplan.errors import CaptureError, ConfigError, HostSyncError, InputError
 from cgplan.graphs.change_detector import AddressChecks
-from cgplan.graphs.fingerprint import Change, Fingerprint, is_ignored, is_within
+from cgplan.graphs.fingerprint import ABSENT, Change, Fingerprint, is_ignored, is_within
 from cgplan.graphs.footprint import Footprint, look
 from cgplan.graphs.put_back import PutBack
 from cgplan.graphs.wrapper import CUDAGraphEntry, CUDAGraphWrapper, GraphPool, RunnerPools
@@ -891,8 +891,10 @@ class Rehearsal:
     def _refuse_rebound(self, found: Footprint) -> None:
         changed = self._changed
         stale = [path for path in found.stale if path in changed]
+        ignore = self._graphs.config.compilation.ignore
         for change in found.rebound:
-            if not is_ignored(change.path, self._graphs.config.compilation.ignore):
+            is_made = change.was is ABSENT or change.was is None  # as by a cached_property
+            if not is_made and not is_ignored(change.path, ignore):
                 stale.append(str(change))
         if stale:
             raise CaptureError(

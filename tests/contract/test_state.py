@@ -800,6 +800,43 @@ def test_a_table_behind_a_hidden_flag_stays_filled(
             same(model(x), plain(x))
 
 
+class Scaled:
+    def __init__(self) -> None:
+        self.by: float | None = None
+
+
+class SharesAnObject(nn.Module):
+    """Graph code fills an object between the pieces that it is given to, once."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.pieces = nn.ModuleList(GivenAnObject(device) for _ in range(2))
+        self.shared = Scaled()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for piece in self.pieces:
+            x = x + piece(x, self.shared)
+            if self.shared.by is None:
+                self.shared.by = 2.0
+        return x * self.shared.by
+
+
+class GivenAnObject(nn.Linear):
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(2, 2, device=device)
+
+    def forward(self, x: Tensor, shared: Scaled) -> Tensor:
+        return super().forward(x)
+
+
+def test_an_object_given_to_pieces_may_be_filled_on_first_use(backend: GraphBackend) -> None:
+    model = SharesAnObject(backend.device).requires_grad_(False)
+    split = {"cudagraph_mode": "PIECEWISE", "splitting_modules": ["pieces.*"]}
+    with closing(open_runner(backend, model, **split)) as runner:
+        x = torch.rand(4, 2, device=backend.device)
+        same(runner(x=x), model(x))
+
+
 class ScalesOnceAtTwoRows(nn.Module):
     """And sets a number for each size, which its eager piece reads."""
 
