@@ -54,7 +54,7 @@ def inspect_config(request: InspectRequest, vllm: VllmConfig | None) -> None:
         plan = priced.plan_of(plan)
     path = "vLLM" if vllm else request.path
     if vllm:
-        plan = with_emission(plan, "vllm")
+        plan = with_emission(plan, "vllm", vllm.options)
         notes += vllm.notes
     if costs and request.as_json:
         notes += costs.notes
@@ -156,7 +156,8 @@ def check_vllm(
             f"{plan.query_len}, the largest included, and no max_cudagraph_capture_size.",
         )
     if others and not read:
-        emission = emit(plan, "vllm")
+        own = plan.emission
+        emission = own if own and own.engine == "vLLM" else emit(plan, "vllm")
         typer.echo("\n".join((*emission.notes, emission.block)))
         raise PlanMismatchError(
             f"{saved}: {others[0]}",

@@ -50,8 +50,8 @@ _HINTS = {  # by what is said; the first counts
     "option: --speculative-config": "Of vLLM: give --speculative-method, --num-speculative-tokens",
     ": --.*cudagraph-c": """Of vLLM: keys of --vllm '{"cudagraph_capture_sizes": [1, 2, 4]}'""",
     "^-O|: (-O|--optim)": (
-        """Write --vllm '{}' for -O2, -O3, '{"cudagraph_mode": "PIECEWISE"}' for -O1; -O0 has no """
-        "graph: leave it out"
+        """Write --vllm '{}' for -O2, -O3, '{"cudagraph_mode": "PIECEWISE"}' for -O1 and """
+        "-O.cudagraph_mode=PIECEWISE; -O0 has no graph: leave it out"
     ),
     "option: --enforce-eager$": "Of vLLM, which captures no graph then: leave it out",
     "option: --(gpu-memory(-utilization)?|kv-cache-memory(-bytes)?)$": (
@@ -109,7 +109,7 @@ class _Commands(TyperGroup):
             hint = next((told for words, told in _HINTS.items() if search(words, said)), "")
             if option in ("-q", "--quiet"):
                 said += "; it goes before the command: cgplan -q COMMAND"
-            elif any(option in each.opts for each in self.commands["plan"].params):
+            elif any(option in each.opts[:1] for each in self.commands["plan"].params):
                 hint = "Of `cgplan plan`: a saved plan holds its settings, SLO and budget"
             elif near and option != "--model":
                 hint = ""

@@ -32,7 +32,7 @@ from cgplan.optimizer.evidence import Evidence
 from cgplan.planning import Plan, build_plan
 from cgplan.planning.difference import machine_changes, mismatches, named
 from cgplan.planning.engines import (
-    ALONE,
+    NO_OPTIONS,
     Engine,
     VllmConfig,
     read_sglang,
@@ -207,7 +207,9 @@ def run_plan(
     request: PlanRequest, settings: Sequence[str | Override], loads: Loads, vllm: VllmConfig | None
 ) -> None:
     """Raises RegretError where no plan holds the SLO."""
-    parallelism = ALONE if request.sglang is None else read_sglang(request.sglang)
+    given = vllm.options if vllm else NO_OPTIONS
+    if request.sglang is not None:
+        given = read_sglang(request.sglang)
     engine = request.engine
     path = request.path if vllm is None else None
     loaded = read_config(request.path, settings) if vllm is None else vllm.loaded
@@ -247,7 +249,7 @@ def run_plan(
     evidence = plan.evidence or {}
     doubt = (evidence.get("step_times") or {}).get("doubt")
     if plans_for and may_be_emitted and not doubt:
-        plan = with_emission(plan, plans_for, parallelism)
+        plan = with_emission(plan, plans_for, given)
     shown = _shown(plan, request)
     request.publish(plan, shown)
     missed = evidence.get("slo_missed")
@@ -475,8 +477,12 @@ def _for_traffic(
         )
     mode = loads.mode
     is_named = not loaded.origin("compilation.cudagraph_mode").endswith("default")
-    if mode is None and loads.step_times and engine == "vllm" and not is_named:
-        mode = ModeChoice.best
+    aside: tuple[str, ...] = ()
+    if mode is None and loads.step_times and engine == "vllm":
+        if is_named:
+            aside = ("cudagraph_mode was given: --mode best weighs others",)
+        else:
+            mode = ModeChoice.best
     if loads.slo and not loads.step_times:
         raise StepTimeError(
             "an SLO needs the step times of your model, and the default ones are of another",
@@ -501,7 +507,7 @@ def _for_traffic(
         any_memory="budget.memory" in loaded.origins,
     )
     plan = planner.decide(config)
-    notes = plan.notes
+    notes = (*aside, *plan.notes)
     for source, _ in planner.sources:
         if isinstance(source, RequestTrace) and len(source.requests) > LARGE:
             of_first = f"the first plan and higher loads are of its first {LARGE:,} requests"

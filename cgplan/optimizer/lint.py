@@ -91,8 +91,8 @@ def _scheduler_cliffs(plan: Plan, run: Run) -> Iterator[str]:
             yield (
                 f"scheduler.{limit} allows {_kind(batch.uniform)} batches of {batch.num_tokens} "
                 "tokens, which no graph "
-                f"holds: {cliff}; lower it, or plan without --traffic: cudagraph_capture_sizes of "
-                "these sizes and that one"
+                f"holds: {cliff}; lower it, or plan again without --traffic, with these sizes and "
+                f"{batch.num_tokens} as cudagraph_capture_sizes, which takes more memory"
             )
 
 
@@ -183,7 +183,8 @@ def _lora_cases(plan: Plan, run: Run) -> Iterator[str]:
         seen = f"no batch of the traffic uses adapters, but lora.max_loras is {most}"
         if number:
             yield (
-                f"{seen}: {number} of {len(cases)} graphs are for LoRA cases, which are never seen"
+                f"{seen}: {number} of {len(cases)} graphs are for LoRA cases, which are never "
+                "seen, or not told: a trace tells them in a column Adapter, vLLM's log does not"
             )
         elif cases:
             yield (

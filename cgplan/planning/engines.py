@@ -11,6 +11,7 @@ from argparse import ArgumentError, ArgumentParser
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby, pairwise
 from math import gcd
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from cgplan.config import LoadedConfig, Override, loaded_config
@@ -66,7 +67,37 @@ _LARGEST_ON_BLACKWELL = 1024
 # of vLLM's speculative methods, those that its model runner V2 does not have (config/vllm.py)
 _METHODS_OF_V1 = ("suffix", "custom_class")
 Method = Literal["eagle", "eagle3", "mtp", "ngram", "draft_model", "suffix", "custom_class"]
+_PLANNED = (
+    "cudagraph_mode",
+    "cudagraph_capture_sizes",
+    "max_cudagraph_capture_size",
+    "cudagraph_specialize_lora",
+)
 _MODES = ("NONE", "STOCK_TORCH_COMPILE", "DYNAMO_TRACE_ONCE", "VLLM_COMPILE")
+
+
+Engine = Literal["vllm", "sglang", "trtllm"]
+
+
+class EngineOptions(NamedTuple):
+    """Of an engine's command line, for the options that a plan becomes.
+
+    Attributes:
+        multiple: Of tokens; ``in_requests``: decode sizes, of requests: what SGLang's
+            ``get_cuda_graph_batch_size_alignment`` asks.
+        ranks: Attention DP ranks, which share the bounds.
+        decided: Options given for what the plan decides.
+        kept: Keys of vLLM's compilation config that no plan decides.
+    """
+
+    multiple: int = 1
+    in_requests: bool = False
+    ranks: int = 1
+    decided: tuple[str, ...] = ()
+    kept: Mapping[str, Any] = MappingProxyType({})
+
+
+NO_OPTIONS = EngineOptions()
 
 
 class VllmConfig(NamedTuple):
@@ -74,7 +105,8 @@ class VllmConfig(NamedTuple):
 
     loaded: LoadedConfig
     notes: tuple[str, ...]
-    lost: tuple[str, ...] = ()
+    lost: tuple[str, ...]
+    options: EngineOptions
 
 
 def read_vllm(
@@ -173,7 +205,8 @@ def read_vllm(
         "vLLM lowers the mode where its attention backend cannot be captured: that is taken not "
         "to happen"
     )
-    return VllmConfig(loaded, tuple(notes), build_plan(config).warnings)
+    kept = {name: value for name, value in given.items() if name not in _PLANNED}
+    return VllmConfig(loaded, tuple(notes), build_plan(config).warnings, EngineOptions(kept=kept))
 
 
 def _runner(
@@ -192,9 +225,12 @@ def _runner(
 
 
 def _ignored(given: Mapping[str, Any]) -> Iterator[str]:
-    for name, value in given.items():
-        if name == "pass_config" and isinstance(value, Mapping) and value.get("enable_sp"):
-            yield "pass_config: with enable_sp vLLM drops sizes that are no multiple of its GPUs"
+    for name in given:
+        if name == "pass_config" and _has_sequence_parallelism(given):
+            yield (
+                "pass_config: with enable_sp vLLM drops sizes that are no multiple of its "
+                "--tensor-parallel-size"
+            )
         elif name in _WITHOUT_EFFECT:
             yield f"{name} does not change what is captured"
     others = [name for name in given if name in _OTHER_GRAPHS]
@@ -203,6 +239,11 @@ def _ignored(given: Mapping[str, Any]) -> Iterator[str]:
             f"{' and '.join(others)}: graphs of encoders and of decoder replay are not among "
             "those shown"
         )
+
+
+def _has_sequence_parallelism(given: Mapping[str, Any]) -> bool:
+    passes = given.get("pass_config")
+    return isinstance(passes, Mapping) and bool(passes.get("enable_sp"))
 
 
 def _overrides(asked: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[Override]:
@@ -289,25 +330,6 @@ def _parse(text: str) -> dict[str, Any]:
     return given
 
 
-Engine = Literal["vllm", "sglang", "trtllm"]
-
-
-class Parallelism(NamedTuple):
-    """What SGLang's ``get_cuda_graph_batch_size_alignment`` asks of its sizes.
-
-    Attributes:
-        multiple: Of tokens; ``in_requests``: decode sizes, of requests.
-        ranks: Attention DP ranks, which share the bounds.
-        decided: Options given for what the plan decides.
-    """
-
-    multiple: int = 1
-    in_requests: bool = False
-    ranks: int = 1
-    decided: tuple[str, ...] = ()
-
-
-ALONE = Parallelism()
 _DECIDED = (
     "--cuda-graph",
     "--disable-cuda-graph",
@@ -316,7 +338,7 @@ _DECIDED = (
 )
 
 
-def read_sglang(text: str) -> Parallelism:
+def read_sglang(text: str) -> EngineOptions:
     """From SGLang's command line. Raises ConfigError for a wrong value."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for names in (
@@ -351,28 +373,28 @@ def read_sglang(text: str) -> Parallelism:
     if multiple % given.attn_cp_size:
         multiple *= given.attn_cp_size
     decided = tuple(word.partition("=")[0] for word in rest if word.startswith(_DECIDED))
-    return Parallelism(multiple, given.enable_two_batch_overlap, ranks, decided)
+    return EngineOptions(multiple, given.enable_two_batch_overlap, ranks, decided)
 
 
-def emit(plan: Plan, engine: Engine, parallelism: Parallelism = ALONE) -> Emission:
+def emit(plan: Plan, engine: Engine, given: EngineOptions = NO_OPTIONS) -> Emission:
     """Options of vLLM, quoted for a shell, or of SGLang, or YAML for TensorRT-LLM.
 
     Engines have one list of sizes for a kind of batch, vLLM one for all. If the plan's lanes
     differ, their union is emitted, with a note.
     """
     if engine == "sglang":
-        return _sglang(plan, parallelism)
-    return _vllm(plan) if engine == "vllm" else _trtllm(plan)
+        return _sglang(plan, given)
+    return _vllm(plan, given.kept) if engine == "vllm" else _trtllm(plan)
 
 
-def with_emission(plan: Plan, engine: Engine, parallelism: Parallelism = ALONE) -> Plan:
+def with_emission(plan: Plan, engine: Engine, given: EngineOptions = NO_OPTIONS) -> Plan:
     """The plan with its emission, if options can ask for its graphs."""
     if plan.config.get("dims") or any(key.max_query_len for _, key in plan.keys):
         return plan
-    return plan.changed(emission=emit(plan, engine, parallelism))
+    return plan.changed(emission=emit(plan, engine, given))
 
 
-def _vllm(plan: Plan) -> Emission:
+def _vllm(plan: Plan, kept: Mapping[str, Any]) -> Emission:
     mode, q, most = _captured_mode(plan), plan.query_len, plan.max_loras or 0
     is_v2 = plan.key_rules == "vllm_v2"
     sizes = list(plan.capture_sizes)
@@ -388,7 +410,14 @@ def _vllm(plan: Plan) -> Emission:
             notes.append(
                 f"sizes were rounded up to multiples of {q}, the tokens of a request, as vLLM does"
             )
-    config: dict[str, object] = {"cudagraph_mode": mode.name if sizes else "NONE"}
+    if _has_sequence_parallelism(kept):
+        notes.append(
+            "with enable_sp vLLM drops sizes that are no multiple of --tensor-parallel-size, and "
+            f"does not start if the largest is none: these are multiples of {gcd(*sizes)}. If that "
+            "is not enough, round them up, and plan again without --traffic, with those sizes as "
+            "cudagraph_capture_sizes of --vllm"
+        )
+    config = {**kept, "cudagraph_mode": mode.name if sizes else "NONE"}
     if sizes:
         config["cudagraph_capture_sizes"] = sizes
         config["max_cudagraph_capture_size"] = sizes[-1]
@@ -432,17 +461,17 @@ def _vllm(plan: Plan) -> Emission:
     )
 
 
-def _sglang(plan: Plan, parallelism: Parallelism) -> Emission:
+def _sglang(plan: Plan, given: EngineOptions) -> Emission:
     asked = _requests(plan)
-    multiple, in_requests, ranks, _ = parallelism
+    multiple, in_requests, ranks, decided, _ = given
     step = multiple if in_requests else multiple // gcd(multiple, plan.query_len)
     decode = _rounded_up(asked, step)
     tokens = _sizes(plan, CUDAGraphMode.PIECEWISE)
     prefill = _rounded_up(tokens, multiple)
     notes = _list_notes(plan, "SGLang", len(decode) + len(prefill))
-    if parallelism.decided:
+    if decided:
         notes.append(
-            f"--sglang: {', '.join(parallelism.decided)} ignored; graphs and bounds are those of "
+            f"--sglang: {', '.join(decided)} ignored; graphs and bounds are those of "
             "the plan and its configuration"
         )
     dropped = [str(size) for size in asked if size % step]

@@ -169,8 +169,8 @@ class StartLog:
         is_drafted = plan.query_len > 1
         if (is_drafted and self.drafts is None) or (plan.max_loras and self.max_loras is None):
             yield (
-                "the log does not tell its speculative tokens or --max-loras, which may be others "
-                "than the plan's: give it from its first line"
+                "the log does not tell its speculative tokens or --max-loras, which may be others: "
+                "give it from its first line"
             )
         nearest = VERSIONS["vLLM"]
         if self.version and self.version.split(".")[:2] != nearest.split(".")[:2]:
@@ -253,7 +253,9 @@ class StartLog:
     def said(self, plan: Plan, of_other_options: Sequence[str] = ()) -> Iterator[str]:
         if self.graphs and not of_other_options:
             counts = listed([f"{count} {mode}" for mode, (count, _) in self.graphs.items()])
-            yield f"as planned: {counted(len(plan.keys), 'graph')} ({counts})"
+            drafts = len(plan.draft_keys)
+            aside = f"; {drafts} of the draft model were not compared" if drafts else ""
+            yield f"as asked for: {counted(len(plan.keys), 'graph')} ({counts}){aside}"
         for doubt in self.doubts(plan):
             yield f"warning: {doubt}"
         cost = plan.predicted
@@ -294,9 +296,17 @@ class StartLog:
     ) -> Iterator[str]:
         """Raises BudgetError if nothing is left."""
         if not self.advice:
+            yield (
+                "the log does not tell memory, as with --kv-cache-memory-bytes: what is left for "
+                "the KV cache was not computed"
+            )
             return
-        if any(self.other_memory(plan)):
-            yield "no --kv-cache-memory-bytes: give a log with these adapters and drafts"
+        others = [*self.other_memory(plan)]
+        if others:
+            yield (
+                f"no --kv-cache-memory-bytes: the log has {listed(others)}; give these options, or "
+                "another log"
+            )
             return
         _, total, share, fits, *_ = self.advice
         room = fits + self.bytes - graph_bytes

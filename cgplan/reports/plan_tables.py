@@ -205,8 +205,8 @@ def _headline(plan: Plan, evidence: Evidence) -> str:
     if ladder and ladder.bytes is not None:
         seconds += f" instead of {format_seconds(ladder.seconds)}"
         theirs = format_bytes(ladder.bytes)
-        if theirs != memory:
-            memory += f" instead of {theirs}"
+        less = "; for less: --memory or --slo"
+        memory += less if theirs == memory else f" instead of {theirs}"
     about = "estimated " if cost.estimated or cost.extrapolated else ""
     lacking = "" if cost.has_drafts or not plan.draft_keys else ", both without the draft model's"
     return f"Plan: {graphs}, {about}start-up {seconds}, {about}memory {memory}{lacking}"
@@ -404,7 +404,7 @@ def _details(evidence: Evidence) -> Iterator[RenderableType | None]:
         shown = [
             point
             for point in evidence.pareto
-            if point.graphs in ends or point.graphs.bit_count() == 1
+            if point.seconds != 0 and (point.graphs in ends or point.graphs.bit_count() == 1)
         ]
         yield figures(
             "Graphs against expected step time",

@@ -444,6 +444,7 @@ REQUESTS: tuple[RequestForm[Any], ...] = (
         "a request trace",
         _DatedRow,
         ("TIMESTAMP", "ContextTokens", "GeneratedTokens", "Adapter"),
+        row_remedy="Correct that row; adapters are numbered 1, 2, ...",
     ),
     # HPMLL/BurstGPT, README.md of release v1.2.
     RequestForm(

@@ -588,7 +588,8 @@ class StepTimes(Record):
             raise StepTimeError(
                 f"{self.source}: no {name} step times, found {measured}",
                 remedy=f"Measure {name} steps: cgplan bench, a table with rows of mode {name}, or "
-                "an engine's benchmark or log once more in that mode, into the same file.",
+                "an engine's benchmark or log once more in that mode, of vLLM without "
+                "--speculative-config, into the same file.",
             )
         found = factor * curve.at(tokens)
         if between is not None:

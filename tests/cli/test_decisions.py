@@ -87,7 +87,12 @@ def test_a_mode_that_the_command_names_stays_unless_asked(home: Path) -> None:
     (home / "times.csv").write_text(TIMES.format(piecewise=14000))
     named = [*GIVEN, "--max-graphs", "16", "--mode", "best"]
     named[2] = '{"cudagraph_mode": "FULL_AND_PIECEWISE"}'
-    assert plan_of(*named[:-2]).mode is CUDAGraphMode.FULL_AND_PIECEWISE
+    kept = plan_of(*named[:-2])
+    assert kept.mode is CUDAGraphMode.FULL_AND_PIECEWISE
+    told = "cudagraph_mode was given: --mode best weighs others"
+    assert told in kept.notes
+    assert told not in plan_of(*GIVEN, "--max-graphs", "16").notes
+    assert told not in plan_of(*named).notes
     assert plan_of(*named).mode is CUDAGraphMode.FULL
     first_lines = unwrapped(good(*named).stdout).partition("Ladders")[0]
     assert "mode FULL, not FULL_AND_PIECEWISE: " in first_lines

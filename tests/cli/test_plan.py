@@ -955,7 +955,7 @@ def test_a_start_is_checked_against_the_plan(home: Path) -> None:
         command = (
             "plan",
             "--vllm",
-            f'{{"cudagraph_capture_sizes": {sizes}}}',
+            f'{{"cudagraph_capture_sizes": {sizes}, "custom_ops": ["+rms_norm"]}}',
             "--max-num-seqs",
             "8",
         )
@@ -964,14 +964,14 @@ def test_a_start_is_checked_against_the_plan(home: Path) -> None:
     shown = unwrapped(good(*checked, "same.json").stdout)
     assert "vLLM captures 9 graphs" in shown
     assert "predicted: 512 MiB and 3 s, by the log of vLLM" in shown
-    assert "as planned: 9 graphs (5 PIECEWISE, 4 FULL)\n" in shown
+    assert "as asked for: 9 graphs (5 PIECEWISE, 4 FULL)\n" in shown
     assert "by the log the graphs took 512 MiB and 3 s" in shown
     counts = r"Capturing CUDA graphs .*\n|.*Profiling CUDA graph memory.*\n"
     Path("barless.log").write_text(re.sub(counts, "", START.read_text()))
     unsure = unwrapped(good(*checked[:2], "--log", "barless.log", "--plan", "same.json").stdout)
     assert "warning: the log has neither progress bars nor" in unsure
     assert "number of graphs was not compared; keep standard error (2>&1)" in unsure
-    assert "as planned" not in unsure
+    assert "as asked for" not in unsure
     assert "neither progress bars" not in shown
     Path("eager.log").write_text("config: model='m', enforce_eager=True, compilation_config={}")
     eager = "eager.log: this start has --enforce-eager: give the log of the start with graphs"
@@ -1014,6 +1014,7 @@ def test_a_start_is_checked_against_the_plan(home: Path) -> None:
     assert "without sizes 3; with sizes 4" in unwrapped(other.stderr)
     pasted = shlex.split(other.stdout.splitlines()[-1])
     assert json.loads(pasted[1])["cudagraph_capture_sizes"] == [1, 2, 3, 8, 16]
+    assert json.loads(pasted[1])["custom_ops"] == ["+rms_norm"]
     assert pasted[2:4] == ["--max-num-seqs", "8"]
     earlier = str(START.parent / "golden" / "plan_ladder.json")
     assert "Make the plan again with this version" in refused(errors.ReportError, *checked, earlier)
@@ -1351,7 +1352,9 @@ def test_what_a_plan_of_several_sizes_refuses(home: Path) -> None:
         ("plan --speculative-config {}", "give --speculative-method, --num-speculative-tokens"),
         ("vllm check -O1", """'{"cudagraph_mode": "PIECEWISE"}' for -O1"""),
         ("plan --optimization-level 0", "-O0 has no graph: leave it out"),
-        ("vllm check --data-parallel-size 8", "--data-parallel-size. Of `cgplan plan`"),
+        ("vllm check --data-parallel-size 8", "leave out the rest"),
+        ("vllm check -cc.cudagraph_mode=FULL", "-c. Of vLLM: --vllm JSON"),
+        ("vllm check -O.cudagraph_mode=PIECEWISE", "for -O1 and -O.cudagraph_mode=PIECEWISE"),
         ("plan s.yaml --tp-size 2", "Of SGLang: --sglang '--tp-size 8'"),
         ("plan --sglang --tp=8", "for SGLang write its bounds into one"),
         ("plan --traffic x.csv", "vLLM's options take its place: --vllm '{}'"),

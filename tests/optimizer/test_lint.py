@@ -196,6 +196,7 @@ def test_lora_cases_never_seen() -> None:
     assert (
         "no batch of the traffic uses adapters, but lora.max_loras is 4: 2 of 4 graphs" in warning
     )
+    assert "a trace tells them in a column Adapter, vLLM's log does not" in warning
     seen = traffic(decode({4: 1}), decode({4: 1}, 2))
     assert warnings(plan, seen, "never seen") == []
     by_count = plan_of("FULL", [4, 8], lora={"max_loras": 4, "specialize_active_lora": True})

@@ -748,7 +748,10 @@ def test_lora_cases_that_are_not_told_apart_are_planned_as_one() -> None:
     assert any(
         "LoRA cases 1, 2, 4 were not planned for" in note for note in proposal.evidence.notes
     )
-    told = "steps with adapters were not measured: taken as 10% longer"
+    told = (
+        "steps with adapters were not measured: taken as 10% longer; if a log's had some, give a table with "
+        "num_active_loras"
+    )
     assert told in proposal.evidence.unsure
     left_out = left_out_of(proposal.evidence)
     assert {case for _, case, reason in left_out if reason.startswith("its LoRA case")} == {1, 2, 4}

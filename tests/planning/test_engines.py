@@ -19,7 +19,7 @@ from cgplan.errors import ConfigError, PlanError
 from cgplan.planning import Plan, build_plan, engines
 from cgplan.planning.engines import (
     VERSIONS,
-    Parallelism,
+    EngineOptions,
     VllmConfig,
     describe_batches,
     emit,
@@ -264,26 +264,26 @@ def test_sglang_and_trtllm_have_decode_sizes_in_requests(
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ("", Parallelism()),
-        ("--tp-size 8 --model-path m --port 1", Parallelism()),  # nothing is gathered
-        ("--tp-size 8 --attn-dp-size 2", Parallelism(4, ranks=2)),
-        ("--tp 8 --dp 4 --enable-dp-attention", Parallelism(2, ranks=4)),
-        ("--tp 8 --dp 4", Parallelism()),  # replicas
-        ("--tensor-parallel-size=8 --moe-a2a-backend deepep", Parallelism(8)),
-        ("--tp 4 --moe-dense-tp-size 1", Parallelism(4)),
-        ("--enable-two-batch-overlap --tp 2 --moe-a2a-backend deepep", Parallelism(4, True)),
-        ("--tp 8 --attn-cp-size 2", Parallelism(2)),
-        ("--tp 8 --attn-cp-size 2 --attn-dp-size 2", Parallelism(2, ranks=2)),
-        ("--tp 6 --attn-cp-size 3 --attn-dp-size 1 --moe-a2a-backend mori", Parallelism(6)),
+        ("", EngineOptions()),
+        ("--tp-size 8 --model-path m --port 1", EngineOptions()),  # nothing is gathered
+        ("--tp-size 8 --attn-dp-size 2", EngineOptions(4, ranks=2)),
+        ("--tp 8 --dp 4 --enable-dp-attention", EngineOptions(2, ranks=4)),
+        ("--tp 8 --dp 4", EngineOptions()),  # replicas
+        ("--tensor-parallel-size=8 --moe-a2a-backend deepep", EngineOptions(8)),
+        ("--tp 4 --moe-dense-tp-size 1", EngineOptions(4)),
+        ("--enable-two-batch-overlap --tp 2 --moe-a2a-backend deepep", EngineOptions(4, True)),
+        ("--tp 8 --attn-cp-size 2", EngineOptions(2)),
+        ("--tp 8 --attn-cp-size 2 --attn-dp-size 2", EngineOptions(2, ranks=2)),
+        ("--tp 6 --attn-cp-size 3 --attn-dp-size 1 --moe-a2a-backend mori", EngineOptions(6)),
         (
             "--max-running-requests 16 --disable-cuda-graph --cuda-graph-max-bs=8",
-            Parallelism(
+            EngineOptions(
                 decided=("--max-running-requests", "--disable-cuda-graph", "--cuda-graph-max-bs")
             ),
         ),
     ],
 )
-def test_sizes_are_multiples_of_what_sglang_gathers(options: str, expected: Parallelism) -> None:
+def test_sizes_are_multiples_of_what_sglang_gathers(options: str, expected: EngineOptions) -> None:
     """As ``get_cuda_graph_batch_size_alignment`` of its utils/common.py has it."""
     assert read_sglang(options) == expected
 
@@ -315,7 +315,7 @@ def test_sglang_drops_no_size_that_is_emitted(
     plan: Plan, multiple: int, in_requests: bool, ranks: int
 ) -> None:
     """By the filter of ``get_batch_sizes_to_capture``, and each batch of the plan still has a size."""
-    emission = emit(plan, "sglang", Parallelism(multiple, in_requests, ranks))
+    emission = emit(plan, "sglang", EngineOptions(multiple, in_requests, ranks))
     asked, found = (
         {
             kind: [int(size) for size in sizes.split()]
@@ -338,20 +338,20 @@ def test_sglang_drops_no_size_that_is_emitted(
 
 def test_a_plan_says_which_sizes_sglang_drops() -> None:
     plan = plan_of("FULL_AND_PIECEWISE", [1, 4, 6, 8], seqs=8)
-    emission = emit(plan, "sglang", Parallelism(4, ranks=2))
+    emission = emit(plan, "sglang", EngineOptions(4, ranks=2))
     assert emission.options.startswith("--cuda-graph-bs-decode 4 8 --cuda-graph-max-bs-decode 8")
     assert emission.bounds == "--max-running-requests 16 --chunked-prefill-size 16384"
     assert emission.notes[0].startswith(
         "SGLang would drop 1, 6: its decode sizes are multiples of 4"
     )
     assert emission.notes[1].startswith("prefill sizes were rounded up to multiples of 4")
-    given = emit(plan, "sglang", Parallelism(decided=("--max-running-requests",)))
+    given = emit(plan, "sglang", EngineOptions(decided=("--max-running-requests",)))
     assert given.notes[0].startswith("--sglang: --max-running-requests ignored")
     drafted = plan_of("FULL_DECODE_ONLY", [4, 8, 16], spec=3)
-    assert emit(drafted, "sglang", Parallelism(4)).options.startswith(
+    assert emit(drafted, "sglang", EngineOptions(4)).options.startswith(
         "--cuda-graph-bs-decode 1 2 4 "
     )
-    assert "multiples of 4" in emit(drafted, "sglang", Parallelism(4, True)).notes[1]
+    assert "multiples of 4" in emit(drafted, "sglang", EngineOptions(4, True)).notes[1]
 
 
 def test_graphs_that_no_option_asks_for_are_not_emitted() -> None:
@@ -398,7 +398,7 @@ for part in json.loads((DATA / "engine_options.json").read_text()):
 @given(plan=plans_with_lanes())
 def test_emitted_names_are_those_of_the_engines(plan: Plan) -> None:
     for engine in ("vllm", "sglang", "trtllm"):
-        emission = emit(plan, engine, Parallelism(4))
+        emission = emit(plan, engine, EngineOptions(4))
         text, notes = emission.block, emission.notes
         names = set(re.findall(r"--[a-z][a-z-]*", " ".join((text, *notes))))
         if engine == "vllm":
@@ -546,6 +546,34 @@ def test_keys_without_effect_and_absent_bounds_are_noted() -> None:
     assert "--max-num-batched-tokens was not given: 8192 was taken" in notes[4]
     notes = read_vllm('{"pass_config": {"enable_sp": true}}').notes
     assert "with enable_sp vLLM drops sizes" in notes[1]
+
+
+def test_keys_that_no_plan_decides_are_emitted_as_they_were_given() -> None:
+    given = {"custom_ops": ["+rms_norm"], "cudagraph_num_of_warmups": 2, "mode": 3}
+    asked = {**given, "cudagraph_mode": "FULL", "cudagraph_capture_sizes": [4, 8]}
+    found = read(json.dumps(asked))
+    plan = build_plan(found.loaded.config)
+    _, text = shlex.split(emit(plan, "vllm", found.options).options)
+    assert json.loads(text) == {**asked, "max_cudagraph_capture_size": 8}
+    unlike = read('{"cudagraph_specialize_lora": false}', max_loras=4)
+    _, text = shlex.split(
+        emit(build_plan(read("{}").loaded.config), "vllm", unlike.options).options
+    )
+    assert "cudagraph_specialize_lora" not in text
+
+
+@pytest.mark.parametrize(("sizes", "common"), [([1, 2, 4], 1), ([4, 8, 518], 2), ([4, 8], 4)])
+@pytest.mark.parametrize("is_on", [True, False])
+def test_sizes_that_sequence_parallelism_may_drop_are_told(
+    sizes: list[int], common: int, is_on: bool
+) -> None:
+    given = {"pass_config": {"enable_sp": is_on}, "cudagraph_capture_sizes": sizes}
+    found = read(json.dumps(given), max_num_batched_tokens=1024)
+    notes = emit(build_plan(found.loaded.config), "vllm", found.options).notes
+    assert len(notes) == is_on
+    if notes:
+        assert f"these are multiples of {common}. If" in notes[0]
+        assert "without --traffic, with those sizes as cudagraph_capture_sizes" in notes[0]
 
 
 @pytest.mark.parametrize(

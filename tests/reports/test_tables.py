@@ -12,7 +12,7 @@ from saved import SAVED, golden_report, plan_named
 
 from cgplan.config import Config
 from cgplan.planning import Plan, build_plan
-from cgplan.planning.engines import Parallelism, with_emission
+from cgplan.planning.engines import EngineOptions, with_emission
 from cgplan.reports import BenchReport, CaptureReport, StateRecord, Timing, render, render_text
 from cgplan.reports.layout import Column, Grid, TextColumn, describe_sizes, plain_text
 from cgplan.reports.plan_tables import brief
@@ -168,7 +168,7 @@ def test_mode_changes_and_warnings_are_shown_with_reasons() -> None:
 
 @pytest.mark.parametrize("name", ["plan_ladder", "plan_traffic"])
 def test_a_report_ends_with_what_one_pastes(name: str) -> None:
-    plan = with_emission(plan_named(name), "sglang", Parallelism(64))
+    plan = with_emission(plan_named(name), "sglang", EngineOptions(64))
     assert plan.emission is not None
     assert len(plan.emission.block) > 120, "longer than a line"
     before, without = plan_named(name), plan.emission
@@ -290,3 +290,12 @@ def test_a_bench_says_what_no_replay_can_be_faster_than() -> None:
     assert "besides  3.0 MiB (KV caches" in title
     assert "a step may read a part: 3.15 ms for all" in title
     assert rows_of(same_table) == rows
+
+
+def test_a_curve_does_not_begin_with_no_graph() -> None:
+    plan = plan_named("plan_traffic")
+    assert plan.evidence is not None
+    none = {"graphs": 1, "expected_us": 9.0, "bytes": 0, "seconds": 0.0}
+    evidence = plan.evidence | {"pareto": [none, *plan.evidence["pareto"][1:]]}
+    curve = render_text(plan.model_copy(update={"evidence": evidence})).partition("Graphs against")
+    assert "9.00 us" not in curve[2]

@@ -514,7 +514,7 @@ def test_results_of_vllm_bench_forward_are_times_of_graphs() -> None:
     assert times.source == "a result of vllm bench forward, forward.json"
     with pytest.raises(StepTimeError, match="no eager step times") as caught:
         times.of(NONE, 4)
-    assert "into the same file" in caught.value.remedy
+    assert "of vLLM without --speculative-config, into the same file" in caught.value.remedy
 
 
 GRAPHS = artifact(
