@@ -130,7 +130,8 @@ class Verifier:
                     raise
                 why = "the model's own code needs more memory than there is"
                 return _unverified(call, why, leaves=leaves), None
-            return comparison.finish(eager, leaves=leaves), eager.output
+            record = comparison.finish(eager, leaves=leaves)
+            return record, (comparison.alone or eager).output
 
 
 def _unverified(
@@ -208,6 +209,9 @@ class _Comparison:
         self._has_rows = graphs.real_rows is not None
         self._can_repeat = True  # a further run finds the same Python
         self._has_drawn = False
+        self.alone: _Run | None = None  # by the model's own code, without padding
+        self._apart = list[Difference]()  # a replay and that run
+        self._own_code = self.own_code
         self._python = list[Fingerprint]()
         if graphs.config.compilation.strict:
             host = Fingerprint.of(
@@ -234,8 +238,8 @@ class _Comparison:
         begin = self.begin
         changes = self._changes_of_python()
         unseen = self._unseen_write()
-        after = _Moment(graphs, self.call)
-        drawn = map(torch.equal, begin.random.values(), after.random.values())
+        self._after = _Moment(graphs, self.call)
+        drawn = map(torch.equal, begin.random.values(), self._after.random.values())
         self._has_drawn = not all(drawn)
         self._can_repeat = begin.put_back()
         where = self._padding_tells()
@@ -251,7 +255,7 @@ class _Comparison:
         elif where is not None:
             failure = f"{where} depends on what the padding holds"
         elif wrong and self._is_rounding(wrong, replayed, eager):
-            remark = f"{wrong[0]}; the padded batch agrees, so other sizes round or draw otherwise"
+            remark = _by_rows(wrong[0])
         elif wrong:
             failure = str(wrong[0])
         is_read_once = graphs.entry(route.key) is None
@@ -262,18 +266,17 @@ class _Comparison:
             begin.put_back()
         if failure is not None and leaves:
             if self._facts.overwritten:
-                self.own_code()
-            after.put_back()
-        largest = {}
-        tolerance = 0.0
-        for part in found:
-            largest[part.where] = part.largest
-            tolerance = max(tolerance, part.limit)
+                self._own_code()
+            self._after.put_back()
+        if failure is None:
+            for part in _wrong(self._apart):
+                remark = _by_rows(part)
+        parts = [*found, *self._apart]
         return VerifyRecord(
             mode=route.mode,
             descriptor=route.descriptor,
-            differences=largest,
-            tolerance=tolerance,
+            differences={part.where: part.largest for part in parts},
+            tolerance=max((part.limit for part in parts), default=0.0),
             eager_us=eager.microseconds,
             graph_us=replayed.microseconds,
             failure=failure,
@@ -343,13 +346,15 @@ class _Comparison:
             output = graphs.warm_up(route.key)
         return graphs.outputs.cut(output, route.batch)
 
-    def _unpadded_rows(self) -> dict[str, Tensor]:
-        batch = self._route.batch
-        static = self.graphs.buffers[self._route.descriptor.sizes]
+    def _unpadded_code(self) -> Any:
+        route = self._route
+        batch = route.batch
+        static = self.graphs.buffers[route.descriptor.sizes]
         rows = static.views(batch.num_tokens, batch.num_reqs or 0)
         for name, value in zip(rows, self.values, strict=False):  # staged: none
             rows[name] = rows[name][tuple(map(slice, value.shape))]
-        return {name: view.clone() for name, view in rows.items()}  # values may lie there
+        copies = {name: view.clone() for name, view in rows.items()}  # values may lie there
+        return self.graphs.run_eager(route.unpadded, copies)
 
     # --- what padding and rounding do -------------------------------------------------------------
 
@@ -367,27 +372,24 @@ class _Comparison:
         is_padded_within = route.batch.sizes != route.descriptor.sizes  # within rows
         if not is_padded_within and not self._padding():
             return None
-        rows = self._unpadded_rows()
         try:
-            alone = self.run(
-                partial(
-                    graphs.run_eager,
-                    route.unpadded,
-                    rows,
-                )
-            )
+            alone = self.run(self._unpadded_code)
         except Exception:  # the model needs padded batches
             self.begin.put_back()
             return None
+        self.alone = alone
+        self._own_code = self._unpadded_code
+        self._after = _Moment(graphs, self.call)
         self.begin.put_back()
         replayed = self._replay_again()
-        wrong = _wrong(
+        self._apart = list(
             differences(
                 replayed.output,
                 alone.output,
                 is_coarse=self._facts.is_coarse,
             )
         )
+        wrong = _wrong(self._apart)
         for part in wrong:
             if part.largest is None:  # another structure, or a plain number
                 return part.where
@@ -534,6 +536,13 @@ def _copied_inputs(graphs: ModelGraphs) -> set[str]:
         for name, spec in config.inputs.items()
         if spec.pad != "last" and (rows_alone or torch_dtype(spec).is_floating_point)
     }
+
+
+def _by_rows(part: Difference) -> str:
+    return (
+        f"differs from the batch without padding: {part}; the padded batch agrees, so the number "
+        "of rows matters (a count, rounding or random numbers)"
+    )
 
 
 def _wrong(parts: Iterable[Difference]) -> list[Difference]:

@@ -88,10 +88,37 @@ def test_padding_that_reaches_real_rows_is_found(backend: GraphBackend) -> None:
             NumbersError, match="the output depends on what the padding holds"
         ) as caught:
             runner(x=rows(backend, 3))
-        assert torch.equal(
-            caught.value.output,
-            leaks(torch.cat([rows(backend, 3), torch.zeros(5, 4).to(backend.device)]))[:3],
-        )
+        assert torch.equal(caught.value.output, leaks(rows(backend, 3)))
+
+
+def test_state_of_a_refused_replay_is_that_without_padding(backend: GraphBackend) -> None:
+    class Mean(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.mean.copy_(x.mean(0))
+            return x - self.mean
+
+    model = Mean().to(backend.device)
+    runner = verified(backend, model)
+    with pytest.raises(NumbersError, match="depends on what the padding holds") as caught:
+        runner(x=rows(backend, 3))
+    assert torch.equal(caught.value.output, rows(backend, 3) - rows(backend, 3).mean(0))
+    assert torch.equal(model.mean, rows(backend, 3).mean(0))
+
+
+def test_a_comparison_tells_what_the_number_of_rows_changes(backend: GraphBackend) -> None:
+    runner = verified(backend, lambda x: x / x.shape[0])
+    runner(x=rows(backend, 3))  # the padded batch agrees
+    record = runner.verify(x=rows(backend, 3))
+    assert record.failure is None
+    assert record.differences == {"output 0": pytest.approx(2.5)}  # 12 / 3 - 12 / 8
+    assert "differs from the batch without padding: output 0, the largest deviation is 2.5" in str(
+        record
+    )
+    assert "verified" in str(runner.verify(x=rows(backend, 8)))
 
 
 def test_padding_of_whole_numbers_is_found(backend: GraphBackend) -> None:
