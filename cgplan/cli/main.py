@@ -61,7 +61,7 @@ _HINTS = {  # by what is said; the first counts
     "of 'eagle'": "Give mtp for any _mtp, none for others, such as medusa",
     r"(command '|extra.*\()\S+\.(csv|jsonl?|log)\b": (
         "Of a saved plan: `cgplan inspect FILE`, or `cgplan plan check FILE`; of traffic: "
-        "--traffic FILE; of a start: --log FILE"
+        "--traffic FILE; of a start: --log FILE; of a configuration: --config FILE"
     ),
     "option: --((tp|dp|attn|moe)-|cuda-graph|max-running|chunked-prefill-size)": (
         "Of SGLang: --sglang '--tp-size 8'; its bounds are those of the configuration"
@@ -110,7 +110,10 @@ class _Commands(TyperGroup):
             if option in ("-q", "--quiet"):
                 said += "; it goes before the command: cgplan -q COMMAND"
             elif any(option in each.opts[:1] for each in self.commands["plan"].params):
-                hint = "Of `cgplan plan`: a saved plan holds its settings, SLO and budget"
+                hint = (
+                    "Of `cgplan plan`: a saved plan holds its settings, SLO and budget; `plan "
+                    "check --traffic FILE` takes saved metrics"
+                )
             elif near and option != "--model":
                 hint = ""
             if hint and usage.ctx.command.name in ("plan", "inspect", "check", "vllm"):

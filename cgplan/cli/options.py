@@ -322,7 +322,8 @@ class DoctorRequest(Saved, Given):
         if plan.keys and not any(symbols):
             raise ConfigError(
                 f"{path}: no input has a dimension that counts the rows of a batch",
-                remedy="Declare inputs with num_tokens or num_reqs; `cgplan init TARGET` helps.",
+                remedy="Declare or uncomment an input with num_tokens or num_reqs; `cgplan init "
+                "TARGET --call EXAMPLE` writes all.",
             )
         if is_first_rank():
             check_outputs((self.output, self.trace, self.html), (path, self.plan))

@@ -168,7 +168,7 @@ def starting_yaml(target: str, kwargs: Mapping[str, Any], inputs: Sequence[Input
     text = yaml.safe_dump({"model": model}, sort_keys=False, width=100, allow_unicode=True)
     head = "inputs:\n"
     if not any(guess.required for guess in inputs):
-        head = "inputs: {}\n  # {} because the forward has no argument without a default\n"
+        head = "inputs: {}\n  # all have defaults: uncomment some and drop {}, or use --call\n"
     return f"{_HEAD}\n{text}{hint}{_MODEL_HINT}\n{head}{''.join(map(_input, inputs))}\n{_REST}"
 
 
@@ -226,6 +226,6 @@ compilation:
   on_miss: eager                    # batches without a graph; error: they are refused
 
 scheduler:
-  max_num_seqs: 256                 # most requests of a batch, where inputs count num_reqs
+  max_num_seqs: 256                 # the largest batch of your server, in requests or pictures
   max_num_batched_tokens: 8192      # tokens in one batch at most
 """

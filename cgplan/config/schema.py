@@ -692,7 +692,9 @@ class SchedulerConfig(Section):
     """Bounds of the batches that the scheduler makes."""
 
     max_num_seqs: BatchBound = 256
-    """Requests in one batch at most."""
+    """Requests of the server's largest batch, or pictures where rows are pictures. Plans insure
+    batches up to it.
+    """
     max_num_batched_tokens: BatchBound = 8192
     """Tokens in one batch at most."""
     mixed_batches: Flag = True

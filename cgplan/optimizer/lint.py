@@ -146,7 +146,8 @@ def _beyond_the_scheduler(plan: Plan, run: Run) -> Iterator[str]:
         if beyond.any():
             yield (
                 f"{_share(beyond, run)} of the steps have more {what} (up to {sizes.max():.0f}) "
-                f"than scheduler.{field} = {limit}: the traffic is of another scheduler"
+                f"than scheduler.{field} = {limit}: raise it, or the traffic is of another "
+                "scheduler"
             )
 
 

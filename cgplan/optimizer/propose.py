@@ -805,8 +805,9 @@ class PlannedGraphs:
                 "see what binds"
             )
         if ladder.no_gain and change <= ALIKE:
+            keep = "" if self.for_slo or len(self.plan.keys) < ladder.graphs else "keep them; "
             return (
-                f"no gain in step time: {theirs} it is within 1% of the bound; "
+                f"no gain in step time: {theirs} it is within 1% of the bound; {keep}"
                 f"as good with {graphs}"
             )
         if change < -NO_GAIN:

@@ -541,7 +541,7 @@ class Beside(Record):
 _KINDS: dict[str, type[Report]] = {
     model.model_fields["kind"].default: model for model in get_args(Report)
 }
-_REMEDY = "Give a JSON file that `cgplan ... --output` wrote."
+_REMEDY = "Give a JSON file that `cgplan ... --output` wrote; --config takes configurations."
 
 
 def load_report(path: str | Path, kind: str | None = None) -> Report:
@@ -567,10 +567,7 @@ def parse_report(text: str, path: str | Path) -> Report:
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
-        hint = ""
-        if Path(path).suffix in (".yaml", ".yml"):
-            hint = "That is a configuration, it seems, which --config takes. "
-        raise ReportError(f"{path}: not JSON: {error}", remedy=f"{hint}{_REMEDY}") from None
+        raise ReportError(f"{path}: not JSON: {error}", remedy=_REMEDY) from None
     model = _KINDS.get(str(data.get("kind"))) if isinstance(data, dict) else None
     if not model:
         raise ReportError(f"{path}: not a cgplan report", remedy=_REMEDY)

@@ -667,7 +667,7 @@ def _counted(
         notes.append(
             f"uniform decode was guessed for {guessed.total():,} steps with {tokens:,} tokens: a "
             "batch counts as uniform if its tokens are a multiple of the query length, for at most "
-            f"max_num_seqs requests; {guessed[True]:,} of these steps do"
+            f"max_num_seqs requests (or pictures: raise it); {guessed[True]:,} of these steps do"
         )
     if "num_reqs" in unknown:
         notes.append(

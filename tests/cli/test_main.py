@@ -315,7 +315,7 @@ def target(name: str) -> tuple[str, ...]:
         ("ConfigFileError", ("capture", "god.yaml"), ["no such file: god.yaml", "mean 'good.yaml'?"]),
         ("ModelError", ("init", "no/model"), ["no/model is neither a target nor a Hugging Face model on this machine"]),
         ("ModelError", ("init", "."), ["name a folder with a config.json"]),
-        ("ReportError", ("plan", "diff", "good.yaml", "good.yaml"), ["a configuration, it seems"]),
+        ("ReportError", ("plan", "diff", "good.yaml", "good.yaml"), ["--config takes configurations"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
 )  # fmt: skip

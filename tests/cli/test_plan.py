@@ -1373,6 +1373,8 @@ def test_what_a_plan_of_several_sizes_refuses(home: Path) -> None:
         ("plan --vllm {} -tp 2", "leave out the rest"),
         ("plan check p.json --slo tpot_p99=5ms", "a saved plan holds its settings, SLO"),
         ("plan check p.json --kv-cache-tokens 5", "a saved plan holds its settings, SLO"),
+        ("plan check p.json --from-stats http://s/metrics", "--traffic FILE` takes saved metrics"),
+        ("plan serve.json", "of a configuration: --config FILE"),
         (
             "plan check p.json --set speculative.accepted_tokens=2",
             "a saved plan holds its settings",

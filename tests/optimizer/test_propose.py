@@ -639,6 +639,8 @@ def test_no_gain_is_said_where_there_is_none() -> None:
     assert vllm.equal.graphs == 1
     assert evidence.verdict.startswith("no gain in step time: with the vllm ladder's 11 graphs")
     assert evidence.verdict.endswith("; as good with 1 graph")
+    of_config = evidence_of(config_of(sizes=[64]), seen)
+    assert of_config.verdict.endswith("of the bound; keep them; as good with 1 graph")
 
 
 @pytest.mark.parametrize(
