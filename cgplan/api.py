@@ -77,8 +77,8 @@ def capture(
     refuse_others(
         capture,
         others,
-        'Sizes are compilation={"cudagraph_capture_sizes": [1, 4]}; a plan is captured by '
-        "CaptureSession(plan, model, backend, config).run().",
+        'Sizes are compilation={"cudagraph_capture_sizes": [1, 4]}, as are settings such as '
+        "outputs; a plan is captured by CaptureSession(plan, model, backend, config).run().",
     )
     if model is not None:
         refuse_no_model(model)

@@ -80,7 +80,7 @@ def differences(
         elif isinstance(one, Tensor):
             yield compare(where, one, other, is_coarse=is_coarse)
         elif not _is_same(one, other):
-            yield Difference(f"{where}, {one!r:.100} and {other!r:.100}", None)
+            yield Difference(f"{where} ({one!r:.100}, not {other!r:.100})", None)
 
 
 def _kind(leaf: Any) -> str:

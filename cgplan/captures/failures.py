@@ -120,7 +120,8 @@ def explain_eager_failure(error: Exception, batch: str, model: Any = None) -> Cg
     return ModelError(
         f"the model failed on a batch padded to {batch}, at {where}: {type(error).__name__}: "
         f"{first_line(error)}",
-        remedy=f"Check the declared inputs against the model's forward{arguments}.",
+        remedy="Pass a model, not a function that builds it; dimension 0 of an example input is "
+        f"the batch. Check the declared inputs against the model's forward{arguments}.",
     )
 
 

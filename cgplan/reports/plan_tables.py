@@ -492,7 +492,7 @@ def _reasons(plan: Plan, evidence: Evidence) -> Iterator[Fact]:
         told = f"{evidence.other_loads:.0%} of steps: {', '.join(names)}"
         ratios = [load.expected_us / load.ladder_us for load in loads if load.ladder_us]
         if ratios:
-            told += f"; steps {max(ratios) - 1:+z.1%} at most"
+            told += f"; steps {max(ratios) - 1:+z.1%} at worst"
         yield "loads", told
     bound = format_microseconds(expected.bound)
     yield "step", f"{format_microseconds(expected.plan)} expected; bound {bound}"

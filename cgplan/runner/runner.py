@@ -751,7 +751,8 @@ class GraphRunner:
             if call.route.mode is CUDAGraphMode.NONE:
                 raise DispatchMissError(
                     f"no graph serves the batch: {call.count.reason}",
-                    remedy="Pass a batch that a graph serves.",
+                    remedy="Pass a batch that a graph serves, of at most "
+                    f"{max(self.plan.capture_sizes, default=0)} tokens.",
                 )
             self._captured.check_addresses((call.route.mode, call.route.descriptor))
             call.copy_in(values, self._launcher.stream(), False)

@@ -24,6 +24,7 @@ from cgplan.graphs.wrapper import GraphPool, PoolUse
 from cgplan.modes import Key
 from cgplan.piecewise.routes import SplitRoute
 from cgplan.planning import Plan, config_hash
+from cgplan.planning.difference import mismatches, named, unused_settings
 from cgplan.planning.plan import refuse_auto
 from cgplan.runner.runner import GraphRunner
 from cgplan.runner.stats import RunnerStats
@@ -114,8 +115,13 @@ class CaptureSession:
                     remedy="Start all ranks from one file; agree_on_setup(), called before "
                     "agree_on_plan(), names the setting that differs.",
                 )
+            changes = (
+                *mismatches(self.plan, self.config),
+                *unused_settings(self.plan, self.config),
+            )
             raise PlanError(
-                f"the plan was made from configuration {made}; this session has {own}",
+                f"the plan was made from configuration {made}; this session has {own}: "
+                f"{named(changes)}",
                 remedy="Pass build_plan(config) of the same configuration.",
             )
         if policy != "eager" and has_ranks:
