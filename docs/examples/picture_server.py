@@ -97,7 +97,11 @@ def picture_of(pixels):
 
 @app.post("/classify")
 async def classify(pixels: list[list[list[float]]]) -> list[float]:
-    picture, waits = picture_of(pixels), Future()
+    return await scores_of(picture_of(pixels))
+
+
+async def scores_of(picture):
+    waits = Future()
     try:
         app.state.waiting.put_nowait((picture, waits))
     except queue.Full:
