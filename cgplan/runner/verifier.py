@@ -211,7 +211,6 @@ class _Comparison:
         self._has_drawn = False
         self.alone: _Run | None = None  # by the model's own code, without padding
         self._apart = list[Difference]()  # a replay and that run
-        self._own_code = self.own_code
         self._python = list[Fingerprint]()
         if graphs.config.compilation.strict:
             host = Fingerprint.of(
@@ -266,7 +265,8 @@ class _Comparison:
             begin.put_back()
         if failure is not None and leaves:
             if self._facts.overwritten:
-                self._own_code()
+                rerun = self._unpadded_code if self.alone else self.own_code
+                rerun()
             self._after.put_back()
         if failure is None:
             for part in _wrong(self._apart):
@@ -276,7 +276,10 @@ class _Comparison:
             mode=route.mode,
             descriptor=route.descriptor,
             differences={part.where: part.largest for part in parts},
-            tolerance=max((part.limit for part in parts), default=0.0),
+            tolerance=max(
+                (part.limit for part in parts),
+                default=0.0,
+            ),
             eager_us=eager.microseconds,
             graph_us=replayed.microseconds,
             failure=failure,
@@ -378,7 +381,6 @@ class _Comparison:
             self.begin.put_back()
             return None
         self.alone = alone
-        self._own_code = self._unpadded_code
         self._after = _Moment(graphs, self.call)
         self.begin.put_back()
         replayed = self._replay_again()
