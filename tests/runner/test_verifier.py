@@ -109,6 +109,28 @@ def test_state_of_a_refused_replay_is_that_without_padding(backend: GraphBackend
     assert torch.equal(model.mean, rows(backend, 3).mean(0))
 
 
+def test_a_cache_of_a_refused_replay_is_that_without_padding(backend: GraphBackend) -> None:
+    cache = torch.zeros(9, 4, device=backend.device)
+
+    def model(x: Tensor, slots: Tensor) -> Tensor:
+        cache[slots] = x - x.mean(0)
+        return x - x.mean(0)
+
+    runner = cgplan.capture(
+        model,
+        {
+            "x": Input(shape=("num_tokens", 4), dtype="float32", pad=0),
+            "slots": Input(shape=("num_tokens",), dtype="int64", pad=8),
+        },
+        compilation={"cudagraph_capture_sizes": [8], "state_copy": 64},  # less than the cache
+        device=backend.device.type,
+    )
+    slots = torch.arange(3, device=backend.device)
+    with pytest.raises(NumbersError, match="depends on what the padding holds"):
+        runner(x=rows(backend, 3), slots=slots)
+    assert torch.equal(cache[:3], rows(backend, 3) - rows(backend, 3).mean(0))
+
+
 def test_a_comparison_tells_what_the_number_of_rows_changes(backend: GraphBackend) -> None:
     runner = verified(backend, lambda x: x / x.shape[0])
     runner(x=rows(backend, 3))  # the padded batch agrees
