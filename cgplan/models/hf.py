@@ -234,12 +234,13 @@ def build(
             "max_cache_len and max_batch_size must be above 0", remedy="Correct model.kwargs."
         )
     values = read_config(config, config_file)
+    torch_dtype = parse_dtype(dtype)
     device = torch.get_default_device()
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         try:
             model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                values, dtype=parse_dtype(dtype), attn_implementation=attn_implementation
+                values, dtype=torch_dtype, attn_implementation=attn_implementation
             )
         except Exception as error:
             raise ModelError(

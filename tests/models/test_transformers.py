@@ -197,6 +197,10 @@ def test_seed_decides_the_weights_and_leaves_the_callers_random_state() -> None:
             "config: unknown key 'hiden_size'\n  remedy: Did you mean 'hidden_size'?",
         ),
         ({"config": {"model_type": "vit"}}, "no causal LM"),
+        (
+            {"config": QWEN3, "dtype": "bflot16"},
+            "unknown dtype 'bflot16'\n  remedy: Choose float32, bfloat16 or float16",
+        ),
         ({"config": MAMBA, "attn_implementation": "sdpa"}, "no causal LM from mamba"),
         ({"config": MAMBA}, "layers of kind linear_attention"),
         ({"config": RWKV}, "rwkv does not use the key-value cache"),
