@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import cgplan
-from cgplan.backends import GraphBackend
+from cgplan.backends import GraphBackend, select_backend
 from cgplan.cli.main import app
 from cgplan.errors import (
     CgplanError,
@@ -1130,6 +1130,7 @@ def test_transformers_generate_by_graphs(backend: GraphBackend) -> None:
         {"inputs": prompt, "use_cache": False},
         {"inputs": prompt, "cache_implementation": "static"},
         {"inputs": prompt[:1], "prompt_lookup_num_tokens": 3},
+        {"inputs": prompt[:1], "assistant_early_exit": 1, "max_new_tokens": 2},
         {"inputs": prompt, "max_new_tokens": 24},  # the last one is not cached
     ]
 
@@ -1171,8 +1172,10 @@ def test_transformers_generate_by_graphs(backend: GraphBackend) -> None:
         T5Config(vocab_size=20, d_model=16, d_kv=8, d_ff=16, num_layers=1)
     )
     for other in (Net(), t5, 3, cgplan.graphed(lm)):
-        with pytest.raises(ConfigError, match="is not a decoder-only model of transformers"):
+        wrong = "is not a decoder-only model of transformers"
+        with pytest.raises(ConfigError, match=wrong) as refused:
             cgplan.graphed_generate(other, max_cache_len=8)
+        assert "Pass the model itself, with its LM head" in refused.value.remedy
     for length in (None, 0, "64"):
         with pytest.raises(ConfigError, match=f"max_cache_len is {length!r}, no whole number"):
             cgplan.graphed_generate(lm, max_cache_len=length)
@@ -1216,6 +1219,7 @@ def test_another_length_takes_the_place_of_the_first(backend: GraphBackend) -> N
     first, g = (cgplan.graphed_generate(lm, max_cache_len=length) for length in (16, 32))
     assert torch.equal(lm.generate(prompt, max_new_tokens=12, do_sample=False), wanted)
     assert replays(g)
+    assert "memory of generate: 1 cache of 256 KiB" in g.explain()
     assert not first.eager_calls
     for name in ("forward", "generate"):
         delattr(lm, name)
@@ -1517,7 +1521,8 @@ def test_generate_of_models_that_take_no_static_cache(backend: GraphBackend) -> 
     wanted = lm.generate(prompt, max_new_tokens=20, do_sample=False)
     g = cgplan.graphed_generate(lm, max_cache_len=64)
     assert torch.equal(lm.generate(prompt, max_new_tokens=20, do_sample=False), wanted)
-    assert "generate with DogeForCausalLM does not use the cache" in g.explain()
+    why = "generate with _can_compile_fullgraph=False of DogeForCausalLM does not use the cache"
+    assert why in g.explain()
 
 
 @pytest.mark.parametrize("kind", ["DynamicCache", "StaticCache"])
@@ -1574,9 +1579,39 @@ def test_generate_with_a_sliding_window(backend: GraphBackend, window: int | Non
     for _ in range(2):
         assert torch.equal(lm.generate(prompt, max_new_tokens=8, do_sample=False), wanted)
     assert (replays(g) > 0) is (window is None)
-    told = "no graph serves a sliding window: for shorter texts"
+    told = "generate with sliding or chunked attention does not use the cache"
     assert (told in g.explain()) is (window is not None)
+    assert "set model.config" not in g.explain(), "a text may be longer than the window"
     assert "ignore" not in g.explain(), "the number decides what the cache does"
+
+
+def test_generate_with_chunked_attention_runs_as_without_graphs(backend: GraphBackend) -> None:
+    from transformers import Llama4ForCausalLM, Llama4TextConfig
+
+    ends = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
+    widths = {"vocab_size": 200, "hidden_size": 32, "intermediate_size": 32, "head_dim": 16}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    experts = {"num_local_experts": 2, "intermediate_size_mlp": 32}
+    config = Llama4TextConfig(**widths, **heads, **experts, **ends)
+    assert "chunked_attention" in config.layer_types
+    lm = Llama4ForCausalLM(config).to(backend.device).eval()
+    prompt = torch.randint(2, 200, (2, 5), device=backend.device)
+    wanted = lm.generate(prompt, max_new_tokens=4, do_sample=False)
+    g = cgplan.graphed_generate(lm, max_cache_len=16)
+    assert torch.equal(lm.generate(prompt, max_new_tokens=4, do_sample=False), wanted)
+    assert "generate with sliding or chunked attention does not use the cache" in g.explain()
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_generate_with_flex_attention_runs_as_without_graphs() -> None:
+    """Its tokens are others with a static cache."""
+    lm = decoder(select_backend("cpu"))
+    lm.set_attn_implementation("flex_attention")
+    prompt = torch.full((1, 5), 3)
+    wanted = lm.generate(prompt, max_new_tokens=2, do_sample=False)
+    g = cgplan.graphed_generate(lm, max_cache_len=16)
+    assert torch.equal(lm.generate(prompt, max_new_tokens=2, do_sample=False), wanted)
+    assert "2 calls ran eagerly: generate with flex_attention does not use" in g.explain()
 
 
 def test_no_ignore_makes_graphs_of_a_sliding_window(backend: GraphBackend) -> None:

@@ -427,7 +427,8 @@ class Calls:
         error: CgplanError,
     ) -> None:
         may_be_padding = isinstance(error, ModelError | OutputShapeError)
-        text = f"no graph could be captured: {error.message}. {error.remedy}".removesuffix(". ")
+        text = f"{error.message}. {error.remedy}".removesuffix(". ")
+        text = f"no graph could be captured for one kind of calls: {text}"
         self.learner.give_up(kind, text, tries_exact=may_be_padding)
 
     def _capture(

@@ -260,7 +260,8 @@ class Graphed:
             if kind.stats:
                 keys = kind.runner.plan.keys if kind.runner else ()
                 sizes = ", ".join(key.size for _, key in reversed(keys))
-                rows.append((sizes or "freed", kind.stats.calls, self._notes_of(kind)))
+                lost = "eager" if kind.eager_reason else "freed"
+                rows.append((sizes or lost, kind.stats.calls, self._notes_of(kind)))
         common = set(rows[0][2] if len(rows) > 1 else ())
         for _, _, notes in rows:
             common &= {*notes}
@@ -282,6 +283,10 @@ class Graphed:
             for runner in learner.runners:
                 nbytes += runner.report.graph_bytes - runner.report.pool_bytes
             lines.append(f"graphs and their buffers take {format_bytes(nbytes)}")
+        caches = getattr(vars(self).get("generate"), "caches", None)
+        if caches:
+            nbytes = format_bytes(sum(map(_bytes_of, caches.values())))
+            lines.append(f"memory of generate: {counted(len(caches), 'cache')} of {nbytes}")
         lines += sorted({*learner.notices.values()} - calls.eager.keys())
         for path, count in learner.changed.most_common():
             if count > 1:
@@ -478,13 +483,23 @@ def _forward(graphs: weakref.ref[Graphed], *args: Any, **kwargs: Any) -> Any:
     return Graphed.forward(cast(Graphed, graphs()), *args, **kwargs)
 
 
+def _bytes_of(cache: Any) -> int:
+    nbytes = 0
+    for layer in cache.layers:
+        for value in vars(layer).values():
+            nbytes += value.nbytes if isinstance(value, Tensor) else 0
+    return nbytes
+
+
 _MOST_CACHES = 8
 _NEW_TOKENS = 20  # of transformers' generate, without a setting
 # its settings that need another cache, or return it
 _OTHER_CACHES = (
     *CACHE_ARGUMENTS,
     "cache_implementation",
+    "assistant_early_exit",
     "assistant_model",
+    "use_mtp",
     "prompt_lookup_num_tokens",
     "custom_generate",
     "return_dict_in_generate",
@@ -527,7 +542,8 @@ def graphed_generate(
     if not is_decoder or not cache_argument(model) or model.config.is_encoder_decoder:
         raise ConfigError(
             f"{type(model).__name__} is not a decoder-only model of transformers with a KV cache",
-            remedy="Pass one, not its class, before `graphed`; for others call `graphed`.",
+            remedy="Pass the model itself, with its LM head: `peft_model.get_base_model()`, or "
+            "what `torch.compile` or `graphed` got. For others call `graphed`.",
         )
     forward = model.forward
     if isinstance(forward, Graphed):  # of an earlier call
@@ -565,7 +581,7 @@ class _Generate:
         self.model = model
         self._cache_argument = str(cache_argument(model))
         self._max_cache_len = max_cache_len
-        self._caches = dict[Any, Any]()
+        self.caches = dict[Any, Any]()
         self._lock = threading.Lock()
         self._thread = 0  # that generates
 
@@ -598,6 +614,7 @@ class _Generate:
         prompt: Any = given.get("input_ids") if inputs is None else inputs
         if given.get("cache_implementation") == "static":  # it gets one
             del given["cache_implementation"]
+        text = model.config.get_text_config(decoder=True)
         without = {
             "num_beams": option("num_beams", 1) > 1,
             # as from a logits processor
@@ -606,12 +623,18 @@ class _Generate:
             "autocast": torch.is_autocast_enabled(model.device.type),  # a static cache: one dtype
             "alibi": getattr(model.config, "alibi", False),  # Falcon's mask has the prompt's length
             "no input_ids": not isinstance(prompt, Tensor),
+            # its tokens are others with a static cache
+            "flex_attention": text._attn_implementation == "flex_attention",
             # transformers says which models may have static caches
-            type(model).__name__: not getattr(model, "_can_compile_fullgraph", True),
+            f"_can_compile_fullgraph=False of {type(model).__name__}": not getattr(
+                model, "_can_compile_fullgraph", True
+            ),
         }
         # an empty cache counts as false
         other = [name for name in _OTHER_CACHES if option(name) not in (None, False)]
         other += filter(without.get, without)
+        if not other and any(self._new_cache().is_sliding):  # they count tokens in Python
+            other = ["sliding or chunked attention"]
         if other:
             is_static = any(
                 getattr(cache, "is_compileable", cache is not None)
@@ -658,29 +681,27 @@ class _Generate:
     def _tell(self, text: str) -> None:
         vars(self.model.forward)["_learner"].tell_once(text)
 
-    def _cache_of(self, rows: int) -> Any:
+    def _new_cache(self) -> Any:
         from transformers import StaticCache
 
+        made = StaticCache
+        return made(self.model.config, max_cache_len=self._max_cache_len)
+
+    def _cache_of(self, rows: int) -> Any:
         is_inference = torch.is_inference_mode_enabled()  # its tensors are not written outside
         key = rows, self.model.dtype, self.model.device, is_inference
-        cache = self._caches.pop(key, None)
+        cache = self.caches.pop(key, None)
         if cache is None:
-            if len(self._caches) >= _MOST_CACHES:
-                oldest = self._caches.pop(next(iter(self._caches)))
+            if len(self.caches) >= _MOST_CACHES:
+                oldest = self.caches.pop(next(iter(self.caches)))
                 vars(self.model.forward)["_calls"].forget_object(oldest)
                 self._tell(
                     f"generate keeps {_MOST_CACHES} caches with graphs, by number of rows, inside "
                     "and outside of inference_mode, and got more: pad prompts to a few numbers of "
                     "rows, in one mode"
                 )
-            made = StaticCache
-            cache = made(self.model.config, max_cache_len=self._max_cache_len)
-            if any(cache.is_sliding):
-                self._tell(
-                    "no graph serves a sliding window: for shorter texts, if all layers have "
-                    "one, set model.config.sliding_window = None before graphed_generate"
-                )
-        self._caches[key] = cache  # the last one used
+            cache = self._new_cache()
+        self.caches[key] = cache  # the last one used
         cache.reset()
         return cache
 
