@@ -446,7 +446,7 @@ class BatchCopy:
         stream: int,
         is_alike: bool = False,  # noqa: ARG002
     ) -> None:
-        """Reset padding of a batch that was written in place."""
+        """Reset padding after the batch: all that one written in place needs."""
         marks = self._marks
         is_longer = marks.tokens > self._tokens or marks.reqs > self._reqs
         if is_longer or marks.exposed_tokens or self._always_pads:

@@ -4,7 +4,7 @@ Note [Giving a key up]
     A pool keeps its segments while a graph lives, so graphs are captured again in a new pool. What
     is captured next:
 
-    start-up, guard refuses it  none: beyond the pool, each key takes as much
+    start-up, guard refuses it  none: smaller keys share the pool, not the driver's memory
     start-up, none captured     the next key, which is smaller
     start-up, others captured   those again; keys that wait get no graph
     service, an own pool grew   those again, then keys that wait
@@ -159,8 +159,8 @@ class CapturedKeys:
         evicted: Collection[Key] = (),
         renew: bool = False,
     ) -> tuple[Key, ...]:
-        """The largest keys first; returns those that have graphs then. Raises AddressError, as new
-        graphs would hide a move, and AuditError.
+        """The largest keys first; returns those that have graphs then. ``renew``: free all graphs
+        first, for a new pool. Raises AddressError, as new graphs would hide a move, and AuditError.
         """
         if keys:
             self.check_addresses(next(iter(keys)))

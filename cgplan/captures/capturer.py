@@ -3,8 +3,9 @@
 Note [Captures without a warm-up]
     docs/concepts.md, Warm-ups, has the rules. A capture computes nothing before its first replay,
     and graphs of a pool write over each other's memory, so what a capture left may be read before
-    it was computed. In the new pool, after warm-ups, what the model keeps has been computed, and
-    lies where no graph writes; where one key failed for no known reason, others may, too.
+    it was computed. So all keys start again, with warm-ups and in a new pool: there what the model
+    keeps has been computed, and lies where no graph writes. They also do where one key failed for
+    no known reason, as others may, too.
     A failed capture has no replay that computes it, so the smallest key of a lane runs ahead of
     captures: a model that keeps something for each size shows it there.
 """
@@ -175,7 +176,7 @@ class Capturer:
                 answers = graphs.capture_answers(mode, capturing=True)
                 with rehearsal.judged_run(mode, captures=True), answers, log:
                     output = graphs.run_wrapped(key, graphs.views(descriptor))
-            rehearsal.refuse_first_use()  # a read in each run has raised in the run
+            rehearsal.refuse_first_use()  # one that each run reads has failed it
         except Exception as error:
             return self._failed(rehearsal, attempt, error)
         self._check(attempt, output)
@@ -306,7 +307,7 @@ class Capturer:
                 )
             with rehearsal.judged_run(key[0]), log or nullcontext():
                 graphs.warm_up(key)
-                if log:
+                if log:  # ahead of the run's end: what earlier runs bound
                     found.reads |= log.outside.read_of(put_back.last, found.aside)
             if log and outside:
                 graphs.facts.outside += log.outside.tensors()

@@ -444,7 +444,9 @@ class ModelGraphs:
         self.backend.synchronize()  # the next batch may use another stream
         self.addresses.volatile |= put_back.volatile
         if put_back.keeps_first_use:
+            replaced_before = self._first_use.get(None, [])
             self._first_use |= put_back.held
+            self._first_use[None] = [*replaced_before, *put_back.held.get(None, ())]
         self.looked_at = put_back.before.summary()
         self._fingerprint = put_back.before.without_draws()
         self.state_records = tuple(

@@ -147,7 +147,7 @@ class Calls:
                     return self._learn_or_capture(call)
             if self._is_shared(kind, tensors):
                 return self._run_model(_SHARED, args, kwargs)
-            # objects are compared in the loop above; a guard of (x, x) would take (x, y)
+            # objects are compared in the loop above; a guard of (x, x) takes (x, y), none (x, x)
             if not (prepared or kind.objects or tail.same):
                 self._last = form, mode, GlobalStateGuard().check, kind.runner, kind
             return self._replay(kind, tensors, args, kwargs, prepared)
@@ -227,7 +227,7 @@ class Calls:
             return self._run_model(reason, args, kwargs)
         if self.pool is None:
             self._take_device(tensors)
-            return self.run(args, kwargs)
+            return self.run(args, kwargs)  # whose tail has the device's autocast
         learner = self.learner
         if not learner.holds():
             learner.free_if_changed()

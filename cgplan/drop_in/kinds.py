@@ -18,7 +18,7 @@ Note [The life of a kind]
     A change of the model between calls frees its graphs (``Kind.start_again``):
 
     READY, DIFFERED  NEW     without a replay since the change before: it did not pay
-    others but NEW   SEEN    but where memory alone moved, CHANGED ones only
+    others but NEW   SEEN    where memory alone moved CHANGED ones only; the rest stay
 
     Calls of an EAGER kind do not look for such a change.
 """
@@ -349,8 +349,8 @@ class Kind:
         extents: list[int | str],
         shape: torch.Size,
     ) -> Shape:
-        """If an input has a name in one of the dimensions that equal it, others equal it by chance,
-        and keep their number.
+        """With one size seen, several dimensions of an output may equal it by chance: where an
+        input has the name at one of these places, the others keep their number.
         """
         for name in self.names:
             seen = {point.sizes[name] for point in self._points}
@@ -378,7 +378,7 @@ class Kind:
             pad = 0 if spec.pad == "last" else spec.pad
             view.fill_(pad)
             real = self.batch.get(name)
-            if real is None:  # its runner captures again by itself
+            if real is None:  # recapture() or wake() of its runner
                 continue
             common = tuple(map(slice, map(min, view.shape, real.shape)))
             view[common].copy_(real[common])

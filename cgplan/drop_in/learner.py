@@ -232,8 +232,8 @@ class Learner:
             detector.suspect()
 
     def free_if_changed(self, begun: Kind | None = None) -> bool:
-        """After the first call of a kind, where one has ``begun``. True also for a model that is
-        not watched yet.
+        """Whether the model has changed: then all graphs go, and kinds start again. True also for
+        a model that is not watched yet. ``begun``: the kind whose first call may have changed it.
         """
         if self.detector is None:
             return True

@@ -8,11 +8,13 @@ Note [What is put back]
     by each run, or later     back                    back
       entries of containers   stay                    back
       attributes, before      as the first run left   back
-      absent or None          them, if first use is
+      absent or None          them, where anything
+                              is first use
     on first use              stays                   back, or stays with what cannot be undone,
                                                       unless looks saw state computed from inputs
       tensor, flags unseen    stays                   stays
-    both, in other amounts    refused                 back
+    both, other numbers of    refused                 back
+      writes
     by a failed run           back at its end; entries of containers of a failed capture once
                               it is given up
 
@@ -74,7 +76,7 @@ class PutBack:
         volatile: Paths that runs bind, but on first use.
         last: Changes of Python after the last run.
         held: Tensors of first use that the graph of a key may read, though another key replaces
-            them; None: those that first use replaced.
+            them; None: those that it replaced, which graphs of earlier rehearsals may read.
         captured: Keys whose capture did not fail.
         keeps_first_use, keeps_containers: A graph (after `Calls.warm_up` a call) relies on them.
         computed: Storages of inputs' values by id, as looks saw them.

@@ -28,7 +28,7 @@ NO_COMPARISON = -1
 
 @dataclass(slots=True)
 class Due:
-    """Replays until the next comparison (negative: none); the last one's replay."""
+    """Replays until the next comparison (negative: none); the number of the last one compared."""
 
     left: int = NO_COMPARISON
     verified_at: int = 0

@@ -104,6 +104,7 @@ class StagedBuffers(Mapping[str, Tensor]):
                 use.release()
                 raise
         marks = self._marks
+        # a block that raises leaves rows written
         if self._tokens > marks.tokens or self._reqs > marks.reqs:
             marks.extend(self._tokens, self._reqs)
         self._output = _MISSING
@@ -236,7 +237,7 @@ class Launcher:
             self._is_plain = not self._is_autocast()
         if call.needs_check and not self._addresses.holds():
             self._addresses.check(call.route.key)
-            call.needs_check = not self._checks_once  # for others once is enough
+            call.needs_check = not self._checks_once  # where it is not "always"
         call.copy_in(values, stream, is_alike)
         call.count.calls += 1
         due = call.due
@@ -415,7 +416,7 @@ class GraphRunner:
         if tensors and (inputs or not self._takes_positions):
             inputs = self._by_name(tensors, inputs)
             tensors = ()
-        # as _held, which is slower
+        # PoolUse.take in line
         if self._use.acquire(False):
             self._use.thread = get_ident()
         else:
@@ -474,7 +475,9 @@ class GraphRunner:
         call: PreparedCall,
         tensors: Values,
     ) -> Any:
-        """``self(*tensors)``; ``alike_call`` has just found ``call``."""
+        """``self(*tensors)``, for which ``alike_call`` has just found ``call``: it counts unless
+        another thread's call came between, or this one is timed.
+        """
         self._use.take(self._name)
         try:
             if call is self._last and self.stats.until_timed:

@@ -837,6 +837,33 @@ def test_an_object_given_to_pieces_may_be_filled_on_first_use(backend: GraphBack
         same(runner(x=x), model(x))
 
 
+class GrowingTable(nn.Module):
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.table = torch.arange(1.0, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(self.table) < len(x):
+            self.table = torch.arange(float(len(x)), device=x.device)
+        return x + self.table[: len(x), None]
+
+
+def test_tables_that_graphs_on_demand_read_stay_when_larger_ones_take_their_place(
+    backend: GraphBackend,
+) -> None:
+    model = GrowingTable(backend.device)
+    tables = []
+    with closing(open_runner(backend, model, capture_policy="lazy")) as runner:
+        for size in (1, 2, 4):
+            runner(x=torch.zeros(size, 2, device=backend.device))
+            tables.append(weakref.ref(model.table))
+        gc.collect()
+        assert len(runner.plan.keys) == 3
+        assert None not in [table() for table in tables]
+        x = torch.rand(1, 2, device=backend.device)
+        same(runner(x=x), model(x))
+
+
 class ScalesOnceAtTwoRows(nn.Module):
     """And sets a number for each size, which its eager piece reads."""
 
