@@ -1492,6 +1492,14 @@ def test_generate_with_a_config_as_transformers_wants_it(
     assert "is deprecated" not in caplog.text
 
 
+def runs_as_without_graphs(lm: Any, new_tokens: int, max_cache_len: int, told: str) -> None:
+    prompt = torch.randint(2, 200, (2, 5), device=lm.device)
+    wanted = lm.generate(prompt, max_new_tokens=new_tokens, do_sample=False)
+    g = cgplan.graphed_generate(lm, max_cache_len=max_cache_len)
+    assert torch.equal(lm.generate(prompt, max_new_tokens=new_tokens, do_sample=False), wanted)
+    assert told in g.explain()
+
+
 def test_generate_without_graphs_for_a_mask_that_is_as_long_as_the_text(
     backend: GraphBackend,
 ) -> None:
@@ -1501,11 +1509,7 @@ def test_generate_without_graphs_for_a_mask_that_is_as_long_as_the_text(
     widths = {"vocab_size": 200, "hidden_size": 32, "num_attention_heads": 2}
     config = FalconConfig(**widths, **ends, num_hidden_layers=1, alibi=True)
     lm = FalconForCausalLM(config).to(backend.device).eval()
-    prompt = torch.randint(2, 200, (2, 5), device=backend.device)
-    wanted = lm.generate(prompt, max_new_tokens=6, do_sample=False)
-    g = cgplan.graphed_generate(lm, max_cache_len=16)
-    assert torch.equal(lm.generate(prompt, max_new_tokens=6, do_sample=False), wanted)
-    assert "generate with alibi does not use the cache" in g.explain()
+    runs_as_without_graphs(lm, 6, 16, "generate with alibi does not use the cache")
 
 
 def test_generate_of_models_that_take_no_static_cache(backend: GraphBackend) -> None:
@@ -1517,12 +1521,8 @@ def test_generate_of_models_that_take_no_static_cache(backend: GraphBackend) -> 
     heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
     torch.manual_seed(0)
     lm = DogeForCausalLM(DogeConfig(**widths, **heads, **ends)).to(backend.device).eval()
-    prompt = torch.randint(2, 200, (2, 5), device=backend.device)
-    wanted = lm.generate(prompt, max_new_tokens=20, do_sample=False)
-    g = cgplan.graphed_generate(lm, max_cache_len=64)
-    assert torch.equal(lm.generate(prompt, max_new_tokens=20, do_sample=False), wanted)
     why = "generate with _can_compile_fullgraph=False of DogeForCausalLM does not use the cache"
-    assert why in g.explain()
+    runs_as_without_graphs(lm, 20, 64, why)
 
 
 @pytest.mark.parametrize("kind", ["DynamicCache", "StaticCache"])
@@ -1595,11 +1595,8 @@ def test_generate_with_chunked_attention_runs_as_without_graphs(backend: GraphBa
     config = Llama4TextConfig(**widths, **heads, **experts, **ends)
     assert "chunked_attention" in config.layer_types
     lm = Llama4ForCausalLM(config).to(backend.device).eval()
-    prompt = torch.randint(2, 200, (2, 5), device=backend.device)
-    wanted = lm.generate(prompt, max_new_tokens=4, do_sample=False)
-    g = cgplan.graphed_generate(lm, max_cache_len=16)
-    assert torch.equal(lm.generate(prompt, max_new_tokens=4, do_sample=False), wanted)
-    assert "generate with sliding or chunked attention does not use the cache" in g.explain()
+    why = "generate with sliding or chunked attention does not use the cache"
+    runs_as_without_graphs(lm, 4, 16, why)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")

@@ -24,7 +24,7 @@ from cgplan.captures.failures import explain_failure
 from cgplan.config import Config
 from cgplan.errors import CaptureError, ConfigError, HostSyncError, InputError
 from cgplan.graphs.change_detector import AddressChecks
-from cgplan.graphs.fingerprint import ABSENT, Change, Fingerprint, is_ignored, is_within
+from cgplan.graphs.fingerprint import Change, Fingerprint, is_ignored, is_within
 from cgplan.graphs.footprint import Footprint, look
 from cgplan.graphs.put_back import PutBack
 from cgplan.graphs.wrapper import CUDAGraphEntry, CUDAGraphWrapper, GraphPool, RunnerPools
@@ -444,9 +444,8 @@ class ModelGraphs:
         self.backend.synchronize()  # the next batch may use another stream
         self.addresses.volatile |= put_back.volatile
         if put_back.keeps_first_use:
-            replaced_before = self._first_use.get(None, [])
-            self._first_use |= put_back.held
-            self._first_use[None] = [*replaced_before, *put_back.held.get(None, ())]
+            replaced = self._first_use.get(None, []) + put_back.held.get(None, [])
+            self._first_use |= {**put_back.held, None: replaced}
         self.looked_at = put_back.before.summary()
         self._fingerprint = put_back.before.without_draws()
         self.state_records = tuple(
@@ -895,8 +894,8 @@ class Rehearsal:
         stale = [path for path in found.stale if path in changed]
         ignore = self._graphs.config.compilation.ignore
         for change in found.rebound:
-            is_made = change.was is ABSENT or change.was is None  # as by a cached_property
-            if not is_made and not is_ignored(change.path, ignore):
+            # a cached_property is new
+            if not change.is_new and not is_ignored(change.path, ignore):
                 stale.append(str(change))
         if stale:
             raise CaptureError(

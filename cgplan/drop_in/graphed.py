@@ -684,8 +684,7 @@ class _Generate:
     def _new_cache(self) -> Any:
         from transformers import StaticCache
 
-        made = StaticCache
-        return made(self.model.config, max_cache_len=self._max_cache_len)
+        return StaticCache(self.model.config, max_cache_len=self._max_cache_len)
 
     def _cache_of(self, rows: int) -> Any:
         is_inference = torch.is_inference_mode_enabled()  # its tensors are not written outside

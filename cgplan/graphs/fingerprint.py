@@ -223,6 +223,10 @@ class Change:
         return f"; ignore=[{subject!r}] if it decides nothing" if is_ignorable else ""
 
     @property
+    def is_new(self) -> bool:
+        return self.was is ABSENT or self.was is None
+
+    @property
     def is_of_tensors(self) -> bool:
         return _has_shape(self.was) and _has_shape(self.now)
 

@@ -466,8 +466,7 @@ class PutBack:
                 self.outcome[path] = nbytes, "new"
             elif self.may_undo(path):
                 value = change.was
-                is_new = value is ABSENT or value is None
-                is_new &= self.before.is_attribute(change)
+                is_new = change.is_new and self.before.is_attribute(change)
                 if made and is_new and known:  # first use may have made it
                     value = known.first  # ABSENT, if a capture left it
                 change.bind(value)
