@@ -125,7 +125,7 @@ class PutBack:
         """
         found = dict[str, Change]()
         # after one run its flag and its bytes stay together: they may be first use
-        if len(self._runs) != 1 or not self.last:
+        if len(self._runs) != 1 or not self._bound:
             self.storages.rewind()
         self.storages.begin_run()
         held = self._now() if enters_made and self.last else None
@@ -329,7 +329,7 @@ class PutBack:
     def has_first_use(self) -> bool:
         """Perhaps, after a single run."""
         if len(self._runs) < 2:
-            return bool(self.last)
+            return bool(self._bound)
         return bool(self.made)
 
     @property

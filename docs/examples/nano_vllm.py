@@ -35,9 +35,11 @@ def use_cgplan(runner_class, set_context, verify):
         config = self.config
         most, width = min(config.max_num_seqs, 512), -(-config.max_model_len // self.block_size)
 
-        def decode(input_ids, positions, slot_mapping, context_lens, block_tables):
-            set_context(False, slot_mapping=slot_mapping, context_lens=context_lens, block_tables=block_tables)
+        def decode(input_ids, positions, **of_context):
             return self.model(input_ids, positions)
+
+        def before_key(mode, key, views):
+            set_context(False, **{name: views[name] for name in ("slot_mapping", "context_lens", "block_tables")})
 
         self.graph_pool, self.width = None, width
         self.graphs = cgplan.capture(
@@ -53,6 +55,7 @@ def use_cgplan(runner_class, set_context, verify):
             scheduler={"max_num_seqs": most},
             device="cuda",
             state=[self.model],
+            before_key=before_key,
         )
 
     def prepare_decode(self, seqs):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -104,6 +105,29 @@ def test_each_key_has_its_context_at_the_start_and_again(backend: GraphBackend, 
     runner.recapture()
     assert engine.announced[-2:] == [4, 2]
     engine.equals_the_model(runner, 3)
+
+
+class CountsRuns(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+        self.lin.compile(backend="eager")
+        self.run = itertools.count().__next__
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        self.run()
+        return super().forward(x, scale)
+
+
+def test_a_context_is_no_first_use_that_a_second_look_is_due_to(backend: GraphBackend) -> None:
+    engine = Engine()
+    CONTEXT.scale, CONTEXT.size = None, 0
+    model = CountsRuns().to(backend.device)
+    compilation = {"cudagraph_capture_sizes": [4]}
+    cgplan.capture(
+        model, INPUTS, compilation=compilation, device=backend.device, before_key=engine.before_key
+    )
+    assert model.run() == 3, "one look, one warm-up, one capture"
 
 
 @pytest.mark.parametrize("way", WAYS)
