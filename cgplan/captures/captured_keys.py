@@ -70,7 +70,7 @@ class CapturedKeys:
     """The keys that have graphs, and those that have none.
 
     Args:
-        graphs: Its ``plan`` is ``wanted``, from the end of ``start_up`` on what is captured of it.
+        graphs: Its ``plan`` is ``wanted`` until ``start_up`` ends, then what is captured of it.
         wanted: What is ``fitting`` of the plan ``asked`` for.
         prove: By a second capture of a plan, for ``audit: prove``.
 
@@ -99,7 +99,7 @@ class CapturedKeys:
         self._left_out = [key for key in self.asked.keys if key not in in_plan]
         self._survivable: tuple[type[CgplanError], ...] = ()
         if self.guard.active:
-            # another rank ran out of memory in a sum
+            # another rank ran out of memory, and this one waited for its sum
             self._survivable = (CaptureMemoryError, RankFailedError)
         self._loaded_bytes: int | None = None  # of kernels
         self._workspace_bytes: int | None = None  # None: nothing was captured
@@ -477,7 +477,7 @@ class BudgetGuard:
     @property
     def used_bytes(self) -> int:
         used = max(self._graphs.buffers.nbytes, self._beside_pool or 0)
-        if self._records:
+        if self._records:  # else the next key takes what the pool has
             used += self._graphs.pools.nbytes - self.shared_bytes
         return used + self.graph_driver_bytes
 
@@ -496,8 +496,8 @@ class BudgetGuard:
         key: Key,
         remaining: int,
     ) -> bool:
-        """Without predictions, the first key goes if the driver's memory for the ``remaining`` ones
-        would pass a limit.
+        """Without predictions, the first key is given up if the driver's memory for the
+        ``remaining`` ones would pass a limit.
         """
         return not self._graphs.ranks.any_refuses(self.active and self._overshoots(key, remaining))
 
@@ -538,8 +538,8 @@ class BudgetGuard:
         if len(self._records) == 1 and key not in self._predicted:
             record = self._records[key]
             taken = _driver(record)
-            if record.nodes is not None:  # a chunk may serve many
-                taken = min(taken, record.nodes * NODE_BYTES)
+            assert record.nodes is not None, "of saved reports alone"
+            taken = min(taken, record.nodes * NODE_BYTES)  # a chunk may serve many
             rest = remaining * taken
         if rest:
             expected = f", {format_bytes(rest)} expected for the {remaining} keys after it"

@@ -4,8 +4,8 @@ Note [Captures without a warm-up]
     docs/concepts.md, Warm-ups, has the rules. A capture computes nothing before its first replay,
     and graphs of a pool write over each other's memory, so what a capture left may be read before
     it was computed. So all keys start again, with warm-ups and in a new pool: there what the model
-    keeps has been computed, and lies where no graph writes. They also do where one key failed for
-    no known reason, as others may, too.
+    keeps has been computed, and lies where no graph writes. So they do where one key failed for no
+    known reason: others may, too.
     A failed capture has no replay that computes it, so the smallest key of a lane runs ahead of
     captures: a model that keeps something for each size shows it there.
 """
@@ -34,7 +34,7 @@ from cgplan.modes import CUDAGraphMode, Key
 from cgplan.planning.plan import Lane
 from cgplan.reports.records import GraphRecord
 
-_QUIET_KEYS = 2  # whose warm-ups compile nothing, and others' need not run
+_QUIET_KEYS = 2  # in a row, whose warm-ups compile nothing: others need none
 _STOPPED = (
     "torch has compiled a function of the model as often as torch._dynamo.config.recompile_limit "
     "allows, and runs it uncompiled in graphs of further sizes: raise the limit, or compile the "
@@ -176,7 +176,7 @@ class Capturer:
                 answers = graphs.capture_answers(mode, capturing=True)
                 with rehearsal.judged_run(mode, captures=True), answers, log:
                     output = graphs.run_wrapped(key, graphs.views(descriptor))
-            rehearsal.refuse_first_use()  # one that each run reads has failed it
+            rehearsal.refuse_first_use()  # a value that each run reads has failed the capture
         except Exception as error:
             return self._failed(rehearsal, attempt, error)
         self._check(attempt, output)
@@ -217,7 +217,7 @@ class Capturer:
             model=graphs.model,
         )
         looks_again = rehearsal.forget_look(mode, failure if has_begun else None)
-        # a verdict of ours stands after a warm-up, too
+        # a warm-up changes no verdict of ours, and gives no memory
         is_verdict = type(error) is CaptureError or isinstance(failure, CaptureMemoryError)
         needs_warm_up = attempt.is_cold and not is_verdict
         if not looks_again and not needs_warm_up:
@@ -231,8 +231,8 @@ class Capturer:
         any_held = graphs.pools.memory().held > 0
         self._may_be_uncomputed |= any_held
         is_explained = looks_again or attempt.has_compiled
-        is_lasting = any_held or not is_explained
-        return self._again_with_warm_up(attempt, failure.message if is_lasting else "")
+        concerns_others = any_held or not is_explained
+        return self._again_with_warm_up(attempt, failure.message if concerns_others else "")
 
     def _again_with_warm_up(self, attempt: _Attempt, because: str) -> Next:
         attempt.needs_warm_up = True
@@ -257,6 +257,7 @@ class Capturer:
         asked = self._asked_warm_ups
         holds_compiled = rehearsal.put_back.before.is_compiled and self._quiet_keys < _QUIET_KEYS
         is_compiled = holds_compiled or graphs.route.splitter is not None
+        # put back, so a capture would be a first call
         is_undone = any(map(rehearsal.put_back.may_undo, facts.changes_python))
         if self._all_need_warm_up or is_compiled or is_undone or facts.outside:
             return 1 if asked == "auto" else max(asked, 1)
@@ -307,7 +308,7 @@ class Capturer:
                 )
             with rehearsal.judged_run(key[0]), log or nullcontext():
                 graphs.warm_up(key)
-                if log:  # ahead of the run's end: what earlier runs bound
+                if log:  # ahead of the run's end, so `last` is of earlier runs
                     found.reads |= log.outside.read_of(put_back.last, found.aside)
             if log and outside:
                 graphs.facts.outside += log.outside.tensors()

@@ -118,6 +118,7 @@ class ForwardFacts:
         self.aside = set[str]()
         self.written = dict[str, Tensor]()
         self.overwritten = set[int]()
+        self.read_first = set[int]()
         self.restored = dict[str, Tensor]()
         self.bytes_read = dict[tuple[int, int], dict[int, int]]()
         self.changes_python = set[str]()
@@ -279,7 +280,7 @@ class ModelGraphs:
     ) -> AbstractContextManager[None]:
         is_visible = mode in self.facts.capture_visible
         hidden_from = self.config.compilation.hide_capture_from
-        # eager pieces ask torch
+        # torch tells segments yes, eager pieces no
         if is_visible and capturing:
             hidden_from = ()
         return answering(
@@ -444,8 +445,8 @@ class ModelGraphs:
         self.backend.synchronize()  # the next batch may use another stream
         self.addresses.volatile |= put_back.volatile
         if put_back.keeps_first_use:
-            replaced = self._first_use.get(None, []) + put_back.held.get(None, [])
-            self._first_use |= {**put_back.held, None: replaced}
+            earlier = self._first_use.get(None, []) + put_back.held.get(None, [])
+            self._first_use |= {**put_back.held, None: earlier}
         self.looked_at = put_back.before.summary()
         self._fingerprint = put_back.before.without_draws()
         self.state_records = tuple(
@@ -527,7 +528,7 @@ class ModelGraphs:
             self.seal()
 
     def seal(self) -> None:
-        """Missing keys and moved memory are errors from now, or the rehearsal's end, on."""
+        """From now, or the rehearsal's end, on missing keys and moved memory are errors."""
         self.scope.is_open = False
         # comparisons on real rows need the fingerprint
         if self._rehearsal or self.real_rows:
@@ -556,7 +557,7 @@ class ModelGraphs:
                     yield (wrapper.runtime_mode, entry.descriptor), entry
 
     def evict(self, keys: Collection[Key]) -> None:
-        """Where somebody holds an output, a later call frees the graph."""
+        """Where somebody holds an output, a later ``evict`` frees the graph."""
         self.backend.synchronize()
         self.scope.entries = []
         for wrapper in self.scope.wrappers:
@@ -726,8 +727,10 @@ class Rehearsal:
                 addresses.reads.add(path)
             elif id(place.value) in of_pieces and path not in addresses.reads:
                 addresses.volatile.add(path)
-        facts.overwritten -= found.written  # another size, or a later run, may read first
+        # by another size, or a later run
+        facts.read_first |= found.written - found.overwritten
         facts.overwritten |= found.overwritten
+        facts.overwritten -= facts.read_first
         facts.bytes_read |= found.bytes_read
         facts.outside += found.outside
         facts.is_coarse |= self._is_coarse(found, [*views, *found.reads.values()])
@@ -797,7 +800,7 @@ class Rehearsal:
             self.put_back.hold_made()
         with self.put_back.run(
             captures=captures,
-            computes=not captures or mode is CUDAGraphMode.PIECEWISE,  # eager pieces do
+            computes=not captures or mode is CUDAGraphMode.PIECEWISE,  # its captures do
             enters_made=is_first,
         ) as self._changed:
             yield
@@ -869,7 +872,7 @@ class Rehearsal:
         prepared = put_back.prepared
         if prepared:
             self._refuse(f"prepares {_listed(prepared)} on first use, and changes it later")
-        put_back.value_read = None  # of this run alone
+        put_back.value_read = None  # of this key alone
         lost = put_back.storages.lost
         if lost:
             raise CaptureError(

@@ -229,7 +229,7 @@ class Calls:
             self._take_device(tensors)
             return self.run(args, kwargs)  # whose tail has the device's autocast
         learner = self.learner
-        if not learner.holds():
+        if not learner.holds():  # else a first call is blamed for the change
             learner.free_if_changed()
         family = learner.family_of(call)
         if family.skips_a_call():
@@ -334,15 +334,14 @@ class Calls:
         assert kind.runner
         sizes = kind.sizes_of(tensors)
         route = kind.route(sizes)
-        key = route.descriptor
-        is_padded = key.box != tuple(sizes.values())
+        is_padded = route.descriptor.box != tuple(sizes.values())
         has_changed = self.learner.relearn(kind)
         if is_padded and not has_changed:
             self.learner.give_up(kind, error.message)
         elif not has_changed:
             self.learner.tell_once(error.message)
             self._known.clear()
-            kind.runner.exchange(evicted=[(route.mode, key)])
+            kind.runner.exchange(evicted=[route.key])
             kind.note_difference(error.message)
         if self._settings.strict:
             raise error
@@ -507,7 +506,7 @@ class Calls:
         kind: Kind,
         missing: Key,
     ) -> bool:
-        """Whether there are fewer than ``max_graphs``, or one less asked for can go."""
+        """Whether there were fewer than ``max_graphs``, or one less asked for went."""
         owners = {}
         uses = {}
         for other in self.learner.kinds:

@@ -18,7 +18,7 @@ Note [The life of a kind]
     A change of the model between calls frees its graphs (``Kind.start_again``):
 
     READY, DIFFERED  NEW     without a replay since the change before: it did not pay
-    others but NEW   SEEN    where memory alone moved CHANGED ones only; the rest stay
+    others but NEW   SEEN    where memory alone moved: CHANGED ones, the rest stay
 
     Calls of an EAGER kind do not look for such a change.
 """

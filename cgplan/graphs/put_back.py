@@ -73,13 +73,13 @@ class PutBack:
 
     Attributes:
         outcome: Bytes and kind of copy by path; ``new``: made on first use.
-        volatile: Paths that runs bind, but on first use.
+        volatile: Paths that runs bind, except once on first use.
         last: Changes of Python after the last run.
         held: Tensors of first use that the graph of a key may read, though another key replaces
             them; None: those that it replaced, which graphs of earlier rehearsals may read.
         captured: Keys whose capture did not fail.
         keeps_first_use, keeps_containers: A graph (after `Calls.warm_up` a call) relies on them.
-        computed: Storages of inputs' values by id, as looks saw them.
+        computed: Storages computed from inputs, by id, as looks saw.
         value_read: Where the host first needed a value of inputs.
     """
 
@@ -120,15 +120,15 @@ class PutBack:
         replays: bool = False,
         enters_made: bool = False,
     ) -> Iterator[dict[str, Change]]:
-        """A block of one run; its end fills the dict with the changes of Python, ``enters_made``:
-        also inside what earlier runs made. ``replays`` run no Python.
+        """A block of one run, whose end fills the dict with the changes of Python; with
+        ``enters_made`` also those inside what earlier runs made. ``replays``: it runs no Python.
         """
         found = dict[str, Change]()
-        # after one run its flag and its bytes stay together: they may be first use
+        # one run tells no first use: until the next one its flags and bytes stay together
         if len(self._runs) != 1 or not self._bound:
             self.storages.rewind()
         self.storages.begin_run()
-        held = self._now() if enters_made and self.last else None
+        inside = self._now() if enters_made and self.last else None
         for path, known in self._bound.items():
             known.is_tried |= path not in self.last
         is_whole = False
@@ -138,7 +138,7 @@ class PutBack:
         finally:
             now = self.before.changes()
             if not is_whole:
-                self._undone(
+                self._take_back(
                     _differing(self.last, now),
                     containers=not captures,  # `refuse_changed` is to see them
                 )
@@ -164,8 +164,8 @@ class PutBack:
                     found[path] = change
             self._count(run, found)
             self.last = now
-            if held:
-                for path, change in held.changes().items():
+            if inside:
+                for path, change in inside.changes().items():
                     if path not in changed:
                         found[path] = change
 
@@ -193,14 +193,14 @@ class PutBack:
 
     def undo_failed(self) -> None:
         """Containers, too, as the failed capture is not tried again."""
-        for path in self._undone(self._failed, containers=True):
+        for path in self._take_back(self._failed, containers=True):
             known = self._bound.get(path)
             if known and len(known.uses.runs) == 1:
                 del self._bound[path]
         self._failed = {}
         self.last = self.before.changes()
 
-    def _undone(
+    def _take_back(
         self,
         changes: Mapping[str, Change],
         *,
@@ -441,8 +441,9 @@ class PutBack:
         self.outcome.clear()
         for written in self.storages.by_address.values():
             uses = written.uses
-            stays = uses.is_first_use
-            if not of_made.issuperset(uses.runs):
+            if of_made.issuperset(uses.runs):
+                stays = uses.is_first_use
+            else:  # its flags were not seen
                 stays = uses.stopped and of_undone.isdisjoint(uses.runs)
             if stays:
                 written.fill_again()

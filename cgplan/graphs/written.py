@@ -81,7 +81,7 @@ class Uses:
 
     @property
     def is_first_use(self) -> bool:
-        """Whether they were first runs of their keys alone, or several and then no more."""
+        """Whether only first runs of keys changed it, or several of a key did, and then no more."""
         if self.by_later_run:
             return self.repeated and self.stopped
         return bool(self.runs) and self.skipped
@@ -151,7 +151,7 @@ class Written:
             self.is_captured |= run.captures
             return
         shows = self.shows
-        if run.captures:  # it computes nothing, so only a version would show
+        if not run.computes:  # only a version would show
             shows = all(uses.runs.values())
         uses.miss(run, is_sure=shows)
         self.fill_again()
@@ -177,7 +177,7 @@ class Written:
         return is_changed
 
     def fill_again(self) -> None:
-        """With what a single run computed: a rewind took it."""
+        """A rewind took what its single run computed."""
         if self.uses.stopped and len(self.uses.runs) == 1:
             self.fill(self.after_first)
 
@@ -240,7 +240,7 @@ class WrittenStorages:
         *,
         looks: bool = True,
     ) -> None:
-        """Ahead of an operator that writes them; without a look, their versions are to tell."""
+        """Ahead of an operator that writes them; without ``looks``, versions tell if it did."""
         for tensor in written:
             try:
                 storage = tensor.untyped_storage()
@@ -360,6 +360,7 @@ class WrittenStorages:
                 if written is None:
                     written = self._copied(place.path, place.value, storage)
                     written.version = version
+                    # without a copy the report says "not kept"
                     if run.computes and written.copy is not None:
                         self.lost.append(place.path)
                 self.by_address[address] = written

@@ -237,7 +237,7 @@ class Launcher:
             self._is_plain = not self._is_autocast()
         if call.needs_check and not self._addresses.holds():
             self._addresses.check(call.route.key)
-            call.needs_check = not self._checks_once  # where it is not "always"
+            call.needs_check = not self._checks_once
         call.copy_in(values, stream, is_alike)
         call.count.calls += 1
         due = call.due
@@ -463,7 +463,7 @@ class GraphRunner:
             self._use.unlock()
 
     def alike_call(self, tensors: Values) -> PreparedCall | None:
-        """The last call, if it was of tensors like these alone."""
+        """The last call, if it was of tensors like these, without flags."""
         call = self._last
         is_nested = True in map(_is_nested, tensors)
         if call and call.flags == (None, 0, None) and not is_nested and call.is_alike(*tensors):
@@ -475,8 +475,8 @@ class GraphRunner:
         call: PreparedCall,
         tensors: Values,
     ) -> Any:
-        """``self(*tensors)``, for which ``alike_call`` has just found ``call``: it counts unless
-        another thread's call came between, or this one is timed.
+        """``self(*tensors)`` by the ``call`` that ``alike_call`` has just found, unless another
+        thread's call came between, or this one is timed.
         """
         self._use.take(self._name)
         try:
@@ -724,15 +724,15 @@ class GraphRunner:
             graphs = self.graphs
             self._launcher.take_stream()
             values = self._pick(inputs)
-            key = route.descriptor
+            descriptor = route.descriptor
             if route.mode is CUDAGraphMode.NONE or not padded:
                 return graphs.run_unpadded(route.unpadded, values)
             call = self._new_call(route, values)
             call.copy_in(values, self._launcher.stream(), False)
-            copier = self._copier(key.sizes)
+            copier = self._copier(descriptor.sizes)
             before = copier.buffers.versions()
             try:
-                output = graphs.run_eager(key, graphs.views(key))
+                output = graphs.run_eager(descriptor, graphs.views(descriptor))
             finally:
                 copier.note_writes(before)
             return graphs.outputs.cut(output, route.batch)
@@ -757,7 +757,7 @@ class GraphRunner:
                     remedy="Pass a batch that a graph serves, of at most "
                     f"{max(self.plan.capture_sizes, default=0)} tokens.",
                 )
-            self._captured.check_addresses((call.route.mode, call.route.descriptor))
+            self._captured.check_addresses(call.route.key)
             call.copy_in(values, self._launcher.stream(), False)
             return self._launcher.verifier.verify(call, values, leaves=False)[0]
 

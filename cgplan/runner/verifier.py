@@ -52,12 +52,11 @@ class Verifier:
         self._handed: list[Tensor] = []
 
     def schedule(self, call: PreparedCall) -> None:
-        mode = call.route.mode
-        key = call.route.descriptor
+        mode, descriptor = call.route.key
         batch = call.route.batch
         if self._policy != "off" and mode is not CUDAGraphMode.NONE:
-            is_padded = batch.num_tokens < key.num_tokens or batch.sizes != key.sizes
-            call.due = self._due.setdefault((mode, key, is_padded), Due(1))
+            is_padded = batch.num_tokens < descriptor.num_tokens or batch.sizes != descriptor.sizes
+            call.due = self._due.setdefault((mode, descriptor, is_padded), Due(1))
         if self._is_debug:
             call.output = partial(self._expiring, call.output)
 

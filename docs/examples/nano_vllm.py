@@ -35,10 +35,10 @@ def use_cgplan(runner_class, set_context, verify):
         config = self.config
         most, width = min(config.max_num_seqs, 512), -(-config.max_model_len // self.block_size)
 
-        def decode(input_ids, positions, **of_context):
+        def decode(input_ids, positions, **_of_context):
             return self.model(input_ids, positions)
 
-        def before_key(mode, key, views):
+        def before_key(_mode, _key, views):
             set_context(False, **{name: views[name] for name in ("slot_mapping", "context_lens", "block_tables")})
 
         self.graph_pool, self.width = None, width

@@ -502,3 +502,33 @@ def test_a_counter_of_floats_counts_the_rows_that_came(backend: GraphBackend) ->
     for _ in range(9):
         assert torch.equal(g(rows(backend, 3)), rows(backend, 3) * 2)
     assert float(model.seen) == 5000 + 9 * 3
+
+
+def test_state_that_one_size_reads_first_is_compared_though_another_overwrites_it(
+    backend: GraphBackend,
+) -> None:
+    """Else a comparison runs the size twice on what it wrote."""
+
+    class Model(torch.nn.Module):
+        state: Tensor
+        places: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("state", torch.zeros(8, 4, device=backend.device))
+            self.register_buffer("places", torch.arange(8, device=backend.device))
+
+        def forward(self, x: Tensor) -> Tensor:
+            count = x.shape[0]
+            y = x + self.state[:count] if count > 2 else x * 2
+            self.state.index_copy_(0, self.places[:count], y)
+            return y + 0
+
+    # copies for a comparison would take more
+    model = Model().eval()
+    runner = verified(backend, model, capture_policy="lazy", state_copy=200)
+    for count in (8, 2):
+        runner(x=rows(backend, count))
+    runner.recapture()  # looks at 8 rows, then at 2
+    before = model.state.clone()
+    assert torch.equal(runner(x=rows(backend, 8)), rows(backend, 8) + before)
