@@ -235,6 +235,7 @@ class Capturer:
         return self._again_with_warm_up(attempt, failure.message if concerns_others else "")
 
     def _again_with_warm_up(self, attempt: _Attempt, because: str) -> Next:
+        """``because``: why other keys need warm-ups, too; empty where they do not."""
         attempt.needs_warm_up = True
         if not because:
             return Next.TRY_AGAIN
