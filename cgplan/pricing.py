@@ -186,7 +186,7 @@ class GraphCosts:
     ) -> GraphCosts:
         """Estimates from vLLM's log of one start. Raises ReportError without graphs.
 
-        Without DEBUG lines a graph takes 1 MiB, vLLM's own least, and the pool the rest.
+        A graph takes 1 MiB, vLLM's own least, and one pool for all modes the rest.
         """
         plan = build_plan(config)
         graphs = dict(log.graphs)
@@ -199,38 +199,22 @@ class GraphCosts:
                 f"{path}: vLLM captured no graph", remedy="Give the log of a start with graphs."
             )
         least = min(1 << 20, log.bytes / total)
-        known = 0.0
-        driver = {}
-        pools = {}
-        largest = {}
-        for mode, (count, tokens) in graphs.items():
-            rest = log.bytes - (total - 1) * least
-            first, each = log.by_mode.get(mode, (rest, least))
-            driver[mode] = each
-            known += each * count
-            pools[mode] = max(first - each, 0.0)
-            largest[mode] = tokens or plan.max_capture_size
-        known += max(pools.values())
-        scale = log.bytes / known if known else 0.0  # to what captures took
         seconds = log.seconds / total
         keys = []
         points = {}
-        for mode in graphs:
-            nbytes = driver[mode] * scale
+        largest = max(tokens or plan.max_capture_size for _, tokens in graphs.values())
+        pool = round(log.bytes - total * least)
+        for mode, (_, tokens) in graphs.items():
+            own = tokens or plan.max_capture_size
             for case in lora_cases(config):
-                keys.append(MeasuredKey(mode, case, largest[mode], nbytes, seconds))
-            # one pool for all modes
-            top = largest[mode] if log.by_mode else max(largest.values())
-            points[mode] = [(0, 0), (top, round(pools[mode] * scale))]
-        how = f"{format_bytes(round(least))}, the pool the rest"
-        if log.by_mode:
-            how = "what vLLM estimates for its mode"
+                keys.append(MeasuredKey(mode, case, own, least, seconds))
+            points[mode] = [(0, 0), (largest, pool)]
         notes = [
             *log.doubts(plan),
             *log.of_other_options(plan),
             f"{path} has the costs of {counted(total, 'graph')} together, "
             f"{format_bytes(log.bytes)} and {log.seconds:.0f} s: each graph was given the same "
-            f"seconds and, of memory, {how}",
+            f"seconds and, of memory, {format_bytes(round(least))}, the pool the rest",
         ]
         if log.drafts:
             notes.append(f"{path} is of a start with drafts: each graph has its share of theirs")

@@ -34,10 +34,6 @@ _GROUP = re.compile(r"(PIECEWISE|FULL)=(\d+) \(largest=(\d+)\)")
 _BAR = re.compile(
     r"Capturing CUDA graphs \((?:[^()]*, )?(PIECEWISE|FULL)\):[^\r\n]*?\d+/([1-9]\d*) \["
 )
-_BY_MODE = re.compile(
-    r"Estimated (PIECEWISE|FULL) CUDA graph memory: ([\d.]+) MiB first-capture \+ \((\d+)-1\) . "
-    r"([\d.]+) MiB per-graph"
-)
 _OPTION = r"`--kv-cache-memory(?:-bytes)?=(-?\d+)`[^`]*"
 _ADVICE = re.compile(
     r"Free memory on device \(([\d.]+)/([\d.]+) GiB\) on startup\. Desired GPU memory utilization "
@@ -74,7 +70,6 @@ class StartLog:
         bytes: Device memory that they took, to 0.01 GiB.
         graphs: (graphs, tokens of the largest) by runtime mode.
         reserved: Bytes that vLLM kept free for the graphs.
-        by_mode: Estimated bytes of the first graph and of each other, in logs of level DEBUG.
         advice: The numbers of its line on ``--kv-cache-memory``.
         drafts: Speculative tokens of a request; None if the log does not tell it.
         method: That drafts them.
@@ -87,7 +82,6 @@ class StartLog:
     bytes: int
     graphs: dict[CUDAGraphMode, tuple[int, int]]
     reserved: int
-    by_mode: dict[CUDAGraphMode, tuple[float, float]]
     advice: tuple[float, ...]
     version: str = ""
     model: str | None = None
@@ -126,10 +120,6 @@ class StartLog:
         reserved = 0.0
         if "CUDA graph memory profiling is enabled" in text:
             reserved = max(map(float, _ESTIMATED.findall(text)), default=0.0)
-        by_mode = {
-            CUDAGraphMode[mode]: (float(first) * MIB, float(each) * MIB)
-            for mode, first, _, each in _BY_MODE.findall(text)
-        }
         advice = [tuple(map(float, found)) for found in _ADVICE.findall(text)]
         advised = min(advice, key=itemgetter(3), default=())
         tokens = _KV_TOKENS.search(text)
@@ -146,7 +136,6 @@ class StartLog:
             bytes=round(max(0.0, *map(float, taken)) * GIB),
             graphs=graphs,
             reserved=round(reserved * GIB),
-            by_mode=by_mode,
             advice=advised,
             version=version[1] if version else "",
             model=captures and captures[1],

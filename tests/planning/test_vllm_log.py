@@ -23,14 +23,6 @@ from cgplan.pricing import GraphCosts
 NONE, PIECEWISE, FULL = RUNTIME_MODES
 LOG = (Path(__file__).parents[1] / "data" / "vllm_start.log").read_text()
 GIB, MIB = 1 << 30, 1 << 20
-DEBUG = "".join(
-    f"DEBUG [gpu_model_runner.py:6362] Estimated {mode} CUDA graph memory: {first} MiB first-capture + ({n}-1) "
-    f"\u00d7 {each} MiB per-graph\n"
-    for mode, first, n, each in (
-        ("PIECEWISE", "300.00", 5, "20.00"),
-        ("FULL", "100.00", 4, "10.00"),
-    )
-)
 
 
 def config_of(text: str = "{}", seqs: int = 8) -> Config:
@@ -185,7 +177,7 @@ def test_a_start_without_graphs_after_one_with_them_is_passed_over() -> None:
     assert started(LOG + eager.replace("[1, 2, 4, 8, 16]", "[]")) == started(LOG)
 
 
-@pytest.mark.parametrize("text", [LOG, DEBUG + LOG.partition("\n")[2]], ids=["INFO", "DEBUG"])
+@pytest.mark.parametrize("text", [LOG, LOG.partition("\n")[2]], ids=["whole", "cut"])
 def test_costs_add_up_to_those_of_the_start(text: str) -> None:
     config = config_of()
     costs = costs_of(text, config)
@@ -201,17 +193,12 @@ def test_costs_add_up_to_those_of_the_start(text: str) -> None:
     assert fewer.total_bytes < whole.total_bytes
 
 
-def test_pool_and_driver_memory_are_told_apart_by_a_log_of_level_debug() -> None:
-    """By the estimate: pools of 280 and 90 MiB, of which the larger counts, and 20 MiB x 5 + 10 MiB x 4 for graphs."""
-    config = config_of()
-    (largest, *_, smallest), small = build_plan(config).keys, 4
-    for text, ratio, pool in ((DEBUG + LOG.partition("\n")[2], 2, 280 / 420), (LOG, 1, 503 / 512)):
-        costs = costs_of(text, config)
-        assert costs.driver_bytes(largest) / costs.driver_bytes(smallest) == pytest.approx(ratio)
-        assert costs.pool_bytes(PIECEWISE, 16) == pytest.approx(pool * GIB // 2, rel=1e-6)
-        assert costs.pool_bytes(PIECEWISE, small) == pytest.approx(
-            costs.pool_bytes(PIECEWISE, 16) / 4, rel=1e-6
-        )
+def test_graphs_of_a_log_take_one_mebibyte_each_and_share_one_pool() -> None:
+    costs = costs_of(LOG, config_of())
+    assert {costs.driver_bytes(key) for key in build_plan(config_of()).keys} == {MIB}
+    for mode in (PIECEWISE, FULL):
+        pools = [costs.pool_bytes(mode, tokens) for tokens in (16, 4)]
+        assert pools == pytest.approx([503 * MIB, 503 * MIB / 4], rel=1e-6)
 
 
 def test_a_start_of_other_graphs_is_noted_and_one_without_graphs_refused() -> None:
