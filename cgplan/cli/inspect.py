@@ -18,7 +18,7 @@ from cgplan.errors import PlanError, PlanMismatchError, ReportError
 from cgplan.optimizer.subset import within_count
 from cgplan.planning import Plan, build_plan
 from cgplan.planning.engines import VllmConfig, describe_batches, emit, with_emission
-from cgplan.planning.vllm_log import StartLog, without_graphs
+from cgplan.planning.vllm_log import StartLog, lowered, without_graphs
 from cgplan.pricing import GraphCosts, case_costs
 from cgplan.reports import load_plan, render
 from cgplan.reports.layout import (
@@ -43,15 +43,13 @@ class Row(NamedTuple):
 
 def inspect_config(request: InspectRequest, vllm: VllmConfig | None) -> None:
     loaded = vllm.loaded if vllm else read_config(request.path, request.settings())
-    plan = within_count(build_plan(loaded.config), loaded.config)
     notes: list[str] = []
-    costs = None
-    if request.costs is not None:
-        from cgplan.cli.plan import costs_of
+    from cgplan.cli.plan import costs_of
 
-        priced = costs_of(loaded, request.costs)
-        costs = priced.costs
-        plan = priced.plan_of(plan)
+    priced = costs_of(loaded, request.costs)
+    costs = priced.costs
+    loaded = lowered(loaded, priced.log)
+    plan = priced.plan_of(within_count(build_plan(loaded.config), loaded.config))
     path = "vLLM" if vllm else request.path
     if vllm:
         plan = with_emission(plan, "vllm", vllm.options)
@@ -97,6 +95,19 @@ def _split_of(loaded: LoadedConfig) -> RenderableType:
     return render(found)
 
 
+def _start_of(file: Path, read: VllmConfig | None) -> StartLog:
+    text = read_text(file, ReportError, _LOG)
+    log = StartLog.parse(text)
+    if not log:
+        raise ReportError(f"{file}: {without_graphs(text)}", remedy=_LOG)
+    if not (read or log.graphs or log.sizes):
+        raise ReportError(
+            f"{file} does not say how many graphs were captured",
+            remedy="Log standard error, too: vLLM's progress bars count them.",
+        )
+    return log
+
+
 def check_vllm(
     read: VllmConfig | None,
     file: Path | None,
@@ -108,8 +119,10 @@ def check_vllm(
     PlanMismatchError for a start of other graphs than the saved plan's, or far more memory,
     BudgetError where no KV cache fits.
     """
+    log = _start_of(file, read) if file else None
     if read:
-        plan = build_plan(read.loaded.config)
+        config = lowered(read.loaded, log).config
+        plan = build_plan(config)
     else:
         assert saved
         plan = load_plan(saved)
@@ -119,23 +132,13 @@ def check_vllm(
         *describe_batches(plan),
     ]
     others = []
-    log = None
     nbytes = 0
-    if file:
-        text = read_text(file, ReportError, _LOG)
-        log = StartLog.parse(text)
-        if not log:
-            raise ReportError(f"{file}: {without_graphs(text)}", remedy=_LOG)
-        if not (read or log.graphs or log.sizes):
-            raise ReportError(
-                f"{file} does not say how many graphs were captured",
-                remedy="Log standard error, too: vLLM's progress bars count them.",
-            )
+    if log:
         others = [*log.of_other_options(plan)]
         predicted = plan.predicted
         if others and read:
             said += others
-            costs = GraphCosts.from_vllm_log(log, read.loaded.config, str(file))
+            costs = GraphCosts.from_vllm_log(log, config, str(file))
             predicted = costs.of(plan.keys)
         said += log.said(plan, others)
         nbytes = log.bytes
@@ -161,7 +164,8 @@ def check_vllm(
         typer.echo("\n".join((*emission.notes, emission.block)))
         raise PlanMismatchError(
             f"{saved}: {others[0]}",
-            remedy="Start vLLM with the options of the plan, the last lines above.",
+            remedy="Start vLLM with the options of the plan, the last lines above; if vLLM lowered "
+            f"the mode, plan again with --costs {file}.",
         )
     for far in log.overrun(plan) if log else ():
         raise PlanMismatchError(f"{saved}: {far}", remedy=f"Plan again with --costs {file}.")

@@ -13,6 +13,7 @@ from typer import Argument, BadParameter, Context, Option
 from typer.core import TyperCommand, TyperGroup
 
 from cgplan.cli.options import (
+    VLLM_JSON,
     YAML,
     AuditRequest,
     CaptureRequest,
@@ -53,6 +54,7 @@ _HINTS = {  # by what is said; the first counts
         """Write --vllm '{}' for -O2, -O3, '{"cudagraph_mode": "PIECEWISE"}' for -O1 and """
         "-O.cudagraph_mode=PIECEWISE; -O0 has no graph: leave it out"
     ),
+    "option: -c": f"Of vLLM: {VLLM_JSON}",
     "option: --enforce-eager$": "Of vLLM, which captures no graph then: leave it out",
     "option: --(gpu-memory(-utilization)?|kv-cache-memory(-bytes)?)$": (
         "`cgplan vllm check --log FILE` takes GPU memory, gives --kv-cache-tokens"

@@ -45,6 +45,7 @@ SpeculativeMethod = StrEnum(
 Runner = StrEnum("Runner", "v1 v2")
 Objective = StrEnum("Objective", "robust mean worst")
 ModeChoice = StrEnum("ModeChoice", "keep best")
+VLLM_JSON = """write --vllm '{"cudagraph_mode": "FULL"}'"""
 GOALS = "ttft_p50, ttft_p99, tpot_p50, tpot_p99, step_p50, step_p99, decode_p99"
 MICROSECONDS = {"us": 1.0, "ms": 1e3, "s": 1e6}
 
@@ -123,7 +124,7 @@ def whole(text: str, least: int = 0) -> int:
     except ValueError:
         found = -1
     if found < least:
-        hint = ", such as 16000"
+        hint = ", such as 16"
         if thousands:
             hint = f": write {int(thousands[1]) * 1000} or {int(thousands[1]) * 1024}"
         raise BadParameter(f"{text!r} is no whole number from {least}{hint}")
@@ -163,7 +164,7 @@ def compilation_config(text: str) -> str:
 
 def yaml_file(text: str) -> Path:
     if text.startswith("c.") and "=" in text:
-        raise BadParameter(f"-c{text} is vLLM's: give --vllm JSON, with the keys of its options")
+        raise BadParameter(f"-c{text} is vLLM's: {VLLM_JSON}")
     return Path(text)
 
 

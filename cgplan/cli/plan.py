@@ -40,7 +40,7 @@ from cgplan.planning.engines import (
     with_emission,
 )
 from cgplan.planning.plan import RULES, Machine, refuse_auto
-from cgplan.planning.vllm_log import StartLog, without_graphs
+from cgplan.planning.vllm_log import StartLog, lowered, without_graphs
 from cgplan.pricing import GraphCosts
 from cgplan.reports import CaptureReport, Environment, load_plan
 from cgplan.reports.plan_tables import brief, said
@@ -63,7 +63,7 @@ class Priced(NamedTuple):
     costs: GraphCosts | None
     machine: Machine | None = None
     failed: Mapping[Key, str] = MappingProxyType({})  # keys of the report without a graph, and why
-    kv_token_bytes: int = 0
+    log: StartLog | None = None
 
     def plan_of(self, plan: Plan) -> Plan:
         predicted = None if self.costs is None else self.costs.of(plan.keys)
@@ -79,8 +79,8 @@ def costs_of(loaded: LoadedConfig, given: str | None) -> Priced:
     text = read_text(given, ReportError, _REMEDY)
     log = StartLog.parse(text)
     if log:
-        costs = GraphCosts.from_vllm_log(log, loaded.config, given)
-        return Priced(costs, kv_token_bytes=log.kv_token_bytes)
+        costs = GraphCosts.from_vllm_log(log, lowered(loaded, log).config, given)
+        return Priced(costs, log=log)
     if not text.lstrip().startswith("{"):
         raise ReportError(f"{given}: {without_graphs(text)}", remedy=_REMEDY)
     report = parse_report(text, given)
@@ -233,13 +233,14 @@ def run_plan(
             "--assume-default-times.",
         )
     priced = costs_of(loaded, request.costs)
+    loaded = lowered(loaded, priced.log)
     plans_for = engine or ("vllm" if vllm else None)
     if config.dims and (has_traffic or request.costs or request.emit):
         plan = _for_sizes(config, loads, priced, is_emitted=request.emit is not None)
     elif has_traffic:
         plan = _for_traffic(loaded, loads, priced, plans_for, is_emitted=request.emit is not None)
     else:
-        plan = _by_ladder(config, priced, one_list=plans_for == "vllm")
+        plan = _by_ladder(loaded.config, priced, one_list=plans_for == "vllm")
     if vllm:
         plan = plan.changed(notes=(*vllm.notes, *plan.notes))
     if request.emit or request.as_json:
@@ -289,7 +290,7 @@ def run_check(path: Path, loads: Loads, max_regret: float | None, shown: Shown) 
     config = plan.settings.with_values("budget", **budget)
     _check_loads(config, loads)
     _refuse_varlen(config)
-    times = _times_of(loads, config, Priced(None))
+    times, _ = _times_of(loads, config, Priced(None))
     rules: dict[str, Any] = {"insurance": 0.0, "replicas": 1}
     if made:
         if made.step_times and not loads.step_times:
@@ -320,11 +321,13 @@ def run_check(path: Path, loads: Loads, max_regret: float | None, shown: Shown) 
             f"{path} on {check.traffic_source} misses its SLO: {check.slo_missed}",
             remedy="Plan for this traffic with the same --slo, or loosen the SLO.",
         )
+    own = plan.emission
+    given = f"--vllm '{{}}' {own.bounds}" if own and own.engine == "vLLM" else "FILE"
     if max_regret is not None and max(check.regret, check.decode_regret or 0) > max_regret:
         raise RegretError(
             f"{path} on {check.traffic_source}: {check.verdict}; --max-regret is "
             f"{max_regret * 100:g}%",
-            remedy="Plan for this traffic: `cgplan plan FILE --traffic FILE --output FILE`.",
+            remedy=f"Plan for this traffic: `cgplan plan {given} --traffic FILE --output {path}`.",
         )
 
 
@@ -467,8 +470,9 @@ def _for_traffic(
     from cgplan.optimizer.decisions import INSURANCE, LARGE, Planner
     from cgplan.traffic.simulation import RequestTrace
 
+    times, log = _times_of(loads, loaded.config, priced)
+    loaded = lowered(loaded, log)
     config = loaded.config
-    times = _times_of(loads, config, priced)
     if is_emitted and times.doubt:
         raise StepTimeError(
             "a plan by step times of the CPU stand-in is not emitted",
@@ -490,6 +494,7 @@ def _for_traffic(
             "your requests'; docs/planning.md says how vLLM logs them.",
         )
     replicas = loads.replicas or 1
+    kept = priced.log.kv_token_bytes if priced.log else 0
     planner = Planner(
         times,
         _sources(config, loads, build_plan(config), replicas),
@@ -500,7 +505,7 @@ def _for_traffic(
         any_mode=mode is ModeChoice.best,
         slo=loads.slo or (),
         kv_tokens=loads.kv_cache_tokens,
-        kv_token_bytes=loads.kv_token_bytes or priced.kv_token_bytes,
+        kv_token_bytes=loads.kv_token_bytes or kept,
         replicas=replicas,
         one_list=engine == "vllm",
         apart=engine not in (None, "vllm"),
@@ -518,15 +523,15 @@ def _for_traffic(
 # --- traffic and step times -----------------------------------------------------------------------
 
 
-def _times_of(loads: Loads, config: Config, priced: Priced) -> StepTimes:
+def _times_of(loads: Loads, config: Config, priced: Priced) -> tuple[StepTimes, StartLog | None]:
     from cgplan.traffic.step_times import REMEDY, StepTimes
 
     file = loads.step_times
     if not file:
-        return StepTimes.default()
+        return StepTimes.default(), None
     text = read_text(file, StepTimeError, REMEDY)  # once: it may be a pipe
     doubts = tuple(_doubts(text, file, config, priced))
-    return StepTimes.parse(text, file).changed(unsure=doubts)
+    return StepTimes.parse(text, file).changed(unsure=doubts), StartLog.parse(text)
 
 
 def _doubts(text: str, file: Path, config: Config, priced: Priced) -> Iterator[str]:
@@ -535,6 +540,9 @@ def _doubts(text: str, file: Path, config: Config, priced: Priced) -> Iterator[s
     model = priced.costs and priced.costs.model
     if log and model and log.model not in (None, model):
         yield f"{subject} are of {log.model}, the costs of {model}"
+    start = priced.log or log
+    if start and start.support is not None:
+        yield start.lowering
     if not re.search(r'"kind":\s*"bench"', text):
         return
     from cgplan.reports.run_tables import unsure

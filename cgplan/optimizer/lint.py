@@ -91,8 +91,8 @@ def _scheduler_cliffs(plan: Plan, run: Run) -> Iterator[str]:
             yield (
                 f"scheduler.{limit} allows {_kind(batch.uniform)} batches of {batch.num_tokens} "
                 "tokens, which no graph "
-                f"holds: {cliff}; lower it, or plan again without --traffic, with these sizes and "
-                f"{batch.num_tokens} as cudagraph_capture_sizes, which takes more memory"
+                f"holds: {cliff}; lower it, or plan without --traffic and --step-times, with these "
+                f"sizes and {batch.num_tokens} as cudagraph_capture_sizes, for more memory"
             )
 
 

@@ -524,15 +524,15 @@ class PlannedGraphs:
                 f"vLLM two starts, at loads up to {size} tokens (docs/planning.md, For vLLM), or "
                 "the engine's own benchmark; then give --step-times"
             )
+        unsure = [*run.times.unsure]
         unbounded = self._unbounded
         if unbounded:
             names = [f"budget.{name}" for name in unbounded]
-            warnings.append(
-                f"{' and '.join(names)} did not bound this plan: what graphs cost is not known. "
-                "Give --costs FILE (a capture report), --costs estimate or --costs measure; "
-                "without it they bound the capture alone, which drops what does not fit"
+            unsure.append(
+                f"{' and '.join(names)} did not bound this plan: give --costs with the log of a "
+                "start of vLLM, a capture report, estimate or measure; without it the capture "
+                "alone drops what does not fit"
             )
-        unsure = [*run.times.unsure]
         has_adapters = any(use.num_active_loras for use in run.uses)
         if has_adapters and not any(curve.num_active_loras for curve in run.times.curves):
             unsure.append(

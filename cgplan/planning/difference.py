@@ -30,7 +30,6 @@ _COMPARED = {
     "traffic_source": "the expected steps are of different traffic: {} before, {} after",
     "traffic_weight": "the expected steps count {:,.0f} batches before, {:,.0f} after",
     "times_source": "step times are from {} before, from {} after",
-    "rule": "the number of graphs follows from {} before, from {} after",
 }
 
 
@@ -265,14 +264,12 @@ def _changes(
     after = dict(leaves(new))
     found = []
     for name in {**after, **before}:
-        was = before.get(name)
-        now = after.get(name)
-        if was != now:
-            change = FieldChange(
-                name=name,
-                old=was,
-                new=now,
-            )
+        change = FieldChange(
+            name=name,
+            old=before.get(name),
+            new=after.get(name),
+        )
+        if change.old != change.new:
             found.append(change)
     return found
 

@@ -202,8 +202,8 @@ def read_vllm(
                 f"taken, vLLM's default depends on the GPU{doubled}{where}"
             )
     notes.append(
-        "vLLM lowers the mode where its attention backend cannot be captured: that is taken not "
-        "to happen"
+        "vLLM lowers the mode where its attention backend cannot be captured: only its log tells "
+        "(--costs, --log)"
     )
     kept = {name: value for name, value in given.items() if name not in _PLANNED}
     return VllmConfig(loaded, tuple(notes), build_plan(config).warnings, EngineOptions(kept=kept))
@@ -410,17 +410,25 @@ def _vllm(plan: Plan, kept: Mapping[str, Any]) -> Emission:
             notes.append(
                 f"sizes were rounded up to multiples of {q}, the tokens of a request, as vLLM does"
             )
-    if _has_sequence_parallelism(kept):
-        notes.append(
-            "with enable_sp vLLM drops sizes that are no multiple of --tensor-parallel-size, and "
-            f"does not start if the largest is none: these are multiples of {gcd(*sizes)}. If that "
-            "is not enough, round them up, and plan again without --traffic, with those sizes as "
-            "cudagraph_capture_sizes of --vllm"
-        )
     config = {**kept, "cudagraph_mode": mode.name if sizes else "NONE"}
     if sizes:
         config["cudagraph_capture_sizes"] = sizes
         config["max_cudagraph_capture_size"] = sizes[-1]
+    bounds = (
+        f"--max-num-seqs {plan.max_num_seqs} --max-num-batched-tokens {plan.max_num_batched_tokens}"
+    )
+    step = gcd(*sizes)
+    if _has_sequence_parallelism(kept) and step % 8:
+        rounded = _rounded_up(sizes, 8)
+        given = json.dumps(
+            {**kept, "cudagraph_mode": mode.name, "cudagraph_capture_sizes": rounded}
+        )
+        notes.append(
+            "with enable_sp vLLM drops sizes that are no multiple of --tensor-parallel-size, and "
+            f"does not start if the largest is none: these are multiples of {step}. For "
+            "multiples of 8 plan without --traffic and --step-times: "
+            f"`cgplan plan --vllm {shlex.quote(given)} {bounds}`"
+        )
     if most and plan.lora_cases == (most + 1,):
         config["cudagraph_specialize_lora"] = False
     text = json.dumps(config)
@@ -440,9 +448,6 @@ def _vllm(plan: Plan, kept: Mapping[str, Any]) -> Emission:
             "vLLM has one list of sizes for all modes and LoRA cases: it captures "
             f"{len(captured)} keys, the plan has {len(plan.keys)}"
         )
-    bounds = (
-        f"--max-num-seqs {plan.max_num_seqs} --max-num-batched-tokens {plan.max_num_batched_tokens}"
-    )
     if most:
         bounds += f" --enable-lora --max-loras {most}"
     if by_count:

@@ -11,11 +11,12 @@ import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
 
+from cgplan.config import LoadedConfig
 from cgplan.errors import BudgetError, StepTimeError
-from cgplan.modes import CUDAGraphMode
+from cgplan.modes import AttentionSupport, CUDAGraphMode
 from cgplan.planning.engines import VERSIONS
 from cgplan.planning.plan import Plan, build_plan
 from cgplan.units import counted, format_bytes, listed
@@ -50,6 +51,10 @@ _CAPTURES = re.compile(
     r"(?:CUDAGraphMode\.)?(\w+)"
     r"(?:.*?'cudagraph_capture_sizes': |\s*\n.*- Capture sizes: )(\[[\d, ]*\])"
 )
+_LOWERED = re.compile(
+    rf"is not supported with .*\(support: .*?({'|'.join(AttentionSupport.__members__)})[^)]*\); "
+    r"setting cudagraph_mode=(\w+)"
+)
 _GIVEN = re.compile(r"non-default args: (.*)")
 _SEQS = re.compile(r"'max_num_seqs': (\d+)")
 _LORAS = re.compile(r"(?=.*'enable_lora': True)(?:.*'max_loras': (\d+))?")
@@ -74,7 +79,8 @@ class StartLog:
         drafts: Speculative tokens of a request; None if the log does not tell it.
         method: That drafts them.
         max_loras: 0 without adapters; None if the log does not tell it.
-        model, mode, sizes: That vLLM was to capture.
+        model, mode, sizes: That vLLM was to capture; ``mode`` as its attention backend lowered it.
+        support: Of that backend; None if it lowered no mode.
         kv_token_bytes: Of the KV cache, by ``advice``.
     """
 
@@ -93,6 +99,7 @@ class StartLog:
     drafts: int | None = None
     method: str | None = None
     max_loras: int | None = None
+    support: AttentionSupport | None = None
 
     @classmethod
     def parse(cls, text: str) -> StartLog | None:
@@ -106,17 +113,18 @@ class StartLog:
         server = parts[max(last - 1, 0)]  # before its engine
         seconds, taken = zip(*_FINISHED.findall(text), strict=True)
         captures = _CAPTURES.search(text)
+        support, mode = [(None, captures and captures[2]), *_LOWERED.findall(text)][-1]
         sizes = sorted(json.loads(captures[3])) if captures else []
         graphs = {}
-        for mode, bar in _BAR.findall(text):
+        for name, bar in _BAR.findall(text):
             count, largest = int(bar), 0
             if sizes:
                 cases = -(-count // len(sizes))  # of LoRA
                 largest = sizes[count // cases - 1]
-            graphs[CUDAGraphMode[mode]] = count, largest
+            graphs[CUDAGraphMode[name]] = count, largest
         profiles = "\n".join(_PROFILED.findall(text))
-        for mode, count, largest in _GROUP.findall(profiles):
-            graphs[CUDAGraphMode[mode]] = int(count), int(largest)
+        for name, count, largest in _GROUP.findall(profiles):
+            graphs[CUDAGraphMode[name]] = int(count), int(largest)
         reserved = 0.0
         if "CUDA graph memory profiling is enabled" in text:
             reserved = max(map(float, _ESTIMATED.findall(text)), default=0.0)
@@ -139,7 +147,7 @@ class StartLog:
             advice=advised,
             version=version[1] if version else "",
             model=captures and captures[1],
-            mode=captures and CUDAGraphMode.parse(captures[2]),
+            mode=mode and CUDAGraphMode.parse(mode),
             sizes=tuple(sizes),
             kv_token_bytes=round(kv_bytes),
             max_num_seqs=int(["0", *_SEQS.findall(given)][-1]),
@@ -147,10 +155,17 @@ class StartLog:
             drafts=drafts and int(drafts[2] or 0),
             method=drafts and drafts[1],
             max_loras=most if given else None,
+            support=support and AttentionSupport[support],
         )
+
+    @property
+    def lowering(self) -> str:
+        return f"vLLM lowered the mode to {self.mode}: its attention_support is {self.support}"
 
     def doubts(self, plan: Plan) -> Iterator[str]:
         """Why its figures may not be those of these graphs of vLLM."""
+        if self.support is not None:
+            yield self.lowering
         for bound in ("max_num_seqs", "max_num_batched_tokens"):
             had, has = getattr(self, bound), getattr(plan, bound)
             if had not in (0, has):
@@ -235,8 +250,8 @@ class StartLog:
         graphs = counted(own.total() or started.num_graphs, "graph")
         drafts = f" and {len(plan.draft_keys)} of the draft model" if plan.draft_keys else ""
         yield (
-            f"the log is of a start with {graphs} ({'; '.join([*counts, *found])}), the "
-            f"configuration has {counted(len(plan.keys), 'graph')}{drafts}"
+            f"the log is of a start with {graphs} ({'; '.join([*counts, *found])}), not with "
+            f"{counted(len(plan.keys), 'graph')}{drafts}"
         )
 
     def said(self, plan: Plan, of_other_options: Sequence[str] = ()) -> Iterator[str]:
@@ -254,7 +269,7 @@ class StartLog:
         if self.reserved:
             kept = f", and vLLM kept {format_bytes(self.reserved)} free for them"
         if cost and not of_other_options and self.seconds > FAR * cost.seconds + 1:
-            kept += ", far longer than predicted"
+            yield "warning: the captures took far longer than predicted"
         yield (
             f"by the log the graphs took {format_bytes(self.bytes)} and {self.seconds:.0f} s{kept}"
         )
@@ -321,8 +336,18 @@ class StartLog:
         )
 
 
+def lowered(loaded: LoadedConfig, log: StartLog | None) -> LoadedConfig:
+    """With the attention of the log's start, unless it was given."""
+    if not log or log.support is None or "compilation.attention_support" in loaded.origins:
+        return loaded
+    config = loaded.config.with_values("compilation", attention_support=log.support)
+    return replace(loaded, config=config)
+
+
 def without_graphs(text: str) -> str:
     """Why it is no log of a start with graphs."""
+    if "setting cudagraph_mode=NONE" in text:
+        return "vLLM captured no graph, as `setting cudagraph_mode=NONE` in it says"
     if "enforce_eager=True" in text:
         return "this start has --enforce-eager: give the log of the start with graphs"
     return f"no line `Graph capturing finished`; it begins with {text[:40]!r}"
@@ -340,7 +365,10 @@ def logged_steps(text: str) -> Iterator[tuple[CUDAGraphMode, int, float, bool]]:
     for line in text.splitlines():
         started = _CAPTURES.search(line)
         step = _STEP.search(line)
-        if started:
+        change = _LOWERED.search(line)
+        if change and mode:
+            mode = CUDAGraphMode.parse(change[2])
+        elif started:
             model, name, captured = started.groups()
             mode = CUDAGraphMode.parse(name)
             sizes = sorted(json.loads(captured))

@@ -64,6 +64,7 @@ MOST_POINTS = 12
 MOST_SAID = 4
 MOST_USES = 24
 MOST_SIZES = 150  # characters
+NOTABLE = 0.05  # how much longer steps of a load are for a warning
 LEAST_SHOWN = 0.0005  # a share that 0.1% is written for
 _WAYS: dict[ReplanWay, str] = {
     "proposed": "proposed only: nothing was captured",
@@ -196,6 +197,8 @@ def _headline(plan: Plan, evidence: Evidence) -> str:
                 f" ({idle} for batches that max_num_seqs = {plan.max_num_seqs} allows and the "
                 f"traffic does not show: lower that, or --max-graphs {ladder.num_graphs})"
             )
+    if plan.mode is CUDAGraphMode.NONE:
+        return f"Plan: {graphs} in mode NONE: leave out cudagraph_mode, or add --mode best"
     cost = plan.predicted
     if not cost:
         hint = "; --costs tells start-up time and memory" if ladder else ""
@@ -205,7 +208,7 @@ def _headline(plan: Plan, evidence: Evidence) -> str:
     if ladder and ladder.bytes is not None:
         seconds += f" instead of {format_seconds(ladder.seconds)}"
         theirs = format_bytes(ladder.bytes)
-        less = "; for less: --memory or --slo"
+        less = "; for less: --memory" if evidence.slo else "; for less: --memory or --slo"
         memory += less if theirs == memory else f" instead of {theirs}"
     about = "estimated " if cost.estimated or cost.extrapolated else ""
     lacking = "" if cost.has_drafts or not plan.draft_keys else ", both without the draft model's"
@@ -345,6 +348,13 @@ def _answer(
     rows = [("verdict", evidence.verdict)]
     rows += labelled("weighed", evidence.decided)
     rows += labelled("warning", evidence.unsure)
+    worst = max(evidence.loads, key=_longer, default=None)
+    if worst and _longer(worst) >= NOTABLE:
+        took = format_microseconds(worst.expected_us)
+        took += f" a step, {format_microseconds(worst.ladder_us or 0)} with the graphs asked for"
+        rows.append(
+            ("warning", f"{worst.source}: {took}; for less a larger --memory, --max-graphs")
+        )
     told = [row for row in said(plan, brief=not whole) if row not in rows]
     times = evidence.times_source
     if evidence.expected_us.eager is not None:
@@ -380,6 +390,11 @@ def _answer(
         words=extrapolated,
     )
     yield Facts("Why", [*_reasons(plan, evidence), *told])
+
+
+def _longer(load: LoadPoint) -> float:
+    """Than with the graphs asked for, as a share."""
+    return load.expected_us / (load.ladder_us or load.expected_us) - 1
 
 
 def _loads(loads: Sequence[LoadPoint]) -> RenderableType | None:
@@ -490,10 +505,8 @@ def _reasons(plan: Plan, evidence: Evidence) -> Iterator[Fact]:
         loads = evidence.loads
         names = dict.fromkeys(load.source.partition(":")[0] for load in loads[1:])
         told = f"{evidence.other_loads:.0%} of steps: {', '.join(names)}"
-        ratios = [load.expected_us / load.ladder_us for load in loads if load.ladder_us]
-        if ratios:
-            told += f"; steps {max(ratios) - 1:+z.1%} at worst"
-        yield "loads", told
+        longest = max(map(_longer, loads))
+        yield "loads", f"{told}; steps {longest:+z.1%} at worst"
     bound = format_microseconds(expected.bound)
     yield "step", f"{format_microseconds(expected.plan)} expected; bound {bound}"
     proof = "lower bound reported"

@@ -444,7 +444,7 @@ REQUESTS: tuple[RequestForm[Any], ...] = (
         "a request trace",
         _DatedRow,
         ("TIMESTAMP", "ContextTokens", "GeneratedTokens", "Adapter"),
-        row_remedy="Correct that row; adapters are numbered 1, 2, ...",
+        row_remedy="Correct that row; number the adapters 1 to N, in any order.",
     ),
     # HPMLL/BurstGPT, README.md of release v1.2.
     RequestForm(

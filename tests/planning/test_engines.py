@@ -562,7 +562,9 @@ def test_keys_that_no_plan_decides_are_emitted_as_they_were_given() -> None:
     assert "cudagraph_specialize_lora" not in text
 
 
-@pytest.mark.parametrize(("sizes", "common"), [([1, 2, 4], 1), ([4, 8, 518], 2), ([4, 8], 4)])
+@pytest.mark.parametrize(
+    ("sizes", "common"), [([1, 2, 4], 1), ([4, 8, 518], 2), ([4, 8], 4), ([8, 24], 8)]
+)
 @pytest.mark.parametrize("is_on", [True, False])
 def test_sizes_that_sequence_parallelism_may_drop_are_told(
     sizes: list[int], common: int, is_on: bool
@@ -570,10 +572,17 @@ def test_sizes_that_sequence_parallelism_may_drop_are_told(
     given = {"pass_config": {"enable_sp": is_on}, "cudagraph_capture_sizes": sizes}
     found = read(json.dumps(given), max_num_batched_tokens=1024)
     notes = emit(build_plan(found.loaded.config), "vllm", found.options).notes
-    assert len(notes) == is_on
+    assert len(notes) == (is_on and common < 8)
     if notes:
-        assert f"these are multiples of {common}. If" in notes[0]
-        assert "without --traffic, with those sizes as cudagraph_capture_sizes" in notes[0]
+        assert f"these are multiples of {common}. For multiples of 8 plan without" in notes[0]
+        *_, text, option, bound = shlex.split(notes[0].split("`")[1])[:6]
+        again = json.loads(text)
+        assert all(size % 8 == 0 for size in again["cudagraph_capture_sizes"])
+        assert again["pass_config"] == given["pass_config"]
+        assert (option, bound) == (
+            "--max-num-seqs",
+            str(found.loaded.config.scheduler.max_num_seqs),
+        )
 
 
 @pytest.mark.parametrize(

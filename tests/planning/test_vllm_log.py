@@ -17,7 +17,7 @@ from cgplan.modes import RUNTIME_MODES
 from cgplan.planning import build_plan
 from cgplan.planning.engines import VERSIONS, emit, read_vllm
 from cgplan.planning.plan import ladder_sizes
-from cgplan.planning.vllm_log import StartLog, logged_steps
+from cgplan.planning.vllm_log import StartLog, logged_steps, lowered, without_graphs
 from cgplan.pricing import GraphCosts
 
 NONE, PIECEWISE, FULL = RUNTIME_MODES
@@ -204,7 +204,7 @@ def test_graphs_of_a_log_take_one_mebibyte_each_and_share_one_pool() -> None:
 def test_a_start_of_other_graphs_is_noted_and_one_without_graphs_refused() -> None:
     notes = costs_of(LOG, config_of(seqs=16)).notes
     assert any(
-        "is of a start with 9 graphs (5 PIECEWISE, not 7; 4 FULL, not 5; without sizes 24, 32), the configuration has"
+        "is of a start with 9 graphs (5 PIECEWISE, not 7; 4 FULL, not 5; without sizes 24, 32), not with "
         in note
         for note in notes
     )
@@ -255,7 +255,7 @@ def test_graphs_of_a_start_are_compared_by_size_and_mode(
     """As many graphs as the plan's five, unless only more bounds allow them; the last but one is lowered by vLLM."""
     plan = build_plan(config_of('{"cudagraph_capture_sizes": [2, 8, 12]}'))
     number = sum(graphs.values()) or len(plan.keys) + max(sizes) // 100
-    said = f"the log is of a start with {number} graphs ({told}), the configuration has 5 graphs"
+    said = f"the log is of a start with {number} graphs ({told}), not with 5 graphs"
     found = [*logged(mode, sizes, graphs).of_other_options(plan)]
     assert found == ([] if told is None else [said])
 
@@ -419,9 +419,7 @@ def test_a_start_with_other_drafts_is_another(
     log = replace(started(f"{first}\n{rest}"), graphs={})
     found = [*log.of_other_options(plan)]
     assert len(found) == (told is not None)
-    assert all(
-        f" graphs ({told}), the configuration has {len(plan.keys)} graphs" in said for said in found
-    )
+    assert all(f" graphs ({told}), not with {len(plan.keys)} graphs" in said for said in found)
     assert all(("of the draft model" in said) == (method == "eagle3") for said in found)
 
 
@@ -500,3 +498,57 @@ def test_the_api_server_names_the_release_too() -> None:
     text = (Path(__file__).parents[1] / "data" / "vllm.log").read_text()
     said = next(started(text).doubts(PLAN))
     assert said.startswith("the log is of vLLM 0.13.0")
+
+
+LOWERED = (
+    "WARNING 11-20 14:03:19 [compilation.py:1416] CUDAGraphMode.FULL_AND_PIECEWISE is not supported with {} "
+    "(support: AttentionCGSupport.{}); setting cudagraph_mode={}\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("of", "support", "because"),
+    [
+        ("FlexBackend backend", "NEVER", " because attention is compiled piecewise"),
+        (
+            "spec-decode for attention backend FlashInferBackend",
+            "UNIFORM_SINGLE_TOKEN_DECODE",
+            "",
+        ),
+    ],
+)
+def test_a_start_whose_mode_vllm_lowered_is_of_that_attention(
+    of: str, support: str, because: str
+) -> None:
+    """Its graphs are those of the configuration then; what was given wins over the log."""
+    drafts = 3 * bool(not because)
+    first, _, rest = LOG.partition("\n")
+    text = f"{first}\n{LOWERED.format(of, support, f'PIECEWISE{because}')}{rest}"
+    log = started(re.sub(r"Capturing CUDA graphs \(decode.*\n|, FULL=4 \(largest=8\)", "", text))
+    assert log.mode is PIECEWISE
+    options: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 64}
+    if drafts:
+        options |= {"num_speculative_tokens": drafts, "speculative_method": "ngram"}
+    read = read_vllm('{"cudagraph_capture_sizes": [1, 2, 4, 8, 16]}', **options)
+    plan = build_plan(lowered(read.loaded, log).config)
+    assert plan.mode is PIECEWISE
+    assert plan.changes[-1].reason.startswith(f"attention_support is {support}")
+    assert [*replace(log, drafts=drafts, method="ngram").of_other_options(plan)] == []
+    told = f"vLLM lowered the mode to PIECEWISE: its attention_support is {support}"
+    assert f"warning: {told}" in log.said(plan)
+    given = read_vllm("{}", **options, overrides=["compilation.attention_support=UNIFORM_BATCH"])
+    assert lowered(given.loaded, log) is given.loaded
+    assert lowered(read.loaded, None) is lowered(read.loaded, started(LOG)) is read.loaded
+
+
+def test_steps_of_a_lowered_mode_are_those_of_its_graphs() -> None:
+    first, _, rest = LOG.partition("\n")
+    change = LOWERED.format("FlexBackend backend", "NEVER", "PIECEWISE")
+    assert {step[0] for step in logged_steps(LOG)} == {NONE, PIECEWISE, FULL}
+    assert {step[0] for step in logged_steps(f"{first}\n{change}{rest}")} == {NONE, PIECEWISE}
+    assert [*logged_steps(change + rest)] == [], "no start before it"
+
+
+def test_a_log_whose_mode_was_set_to_none_says_why_it_has_no_graph() -> None:
+    change = LOWERED.format("FlexBackend backend", "NEVER", "NONE")
+    assert "`setting cudagraph_mode=NONE` in it says" in without_graphs(change)

@@ -62,6 +62,33 @@ def test_memory_that_looks_alike_is_not_compared() -> None:
         assert ("memory 1.7 MiB instead of 2.7 MiB" in head) is compared
         alone = "memory 1.7 MiB; for less: --memory or --slo"
         assert head.endswith(alone) is not compared
+    evidence = {**changed.evidence, "ladders": [configured | {"bytes": plan.predicted.total_bytes}]}
+    goal = {"name": "tpot_p99", "microseconds": 3e4}
+    with_slo = changed.changed(evidence={**evidence, "slo": [goal]})
+    assert "for less: --memory verdict" in " ".join(plain_text(brief(with_slo), 100).split())
+
+
+@pytest.mark.parametrize(("us", "is_told"), [(104.0, False), (264.3, True)])
+def test_a_load_whose_steps_are_longer_is_a_warning_above_the_sizes(
+    us: float, is_told: bool
+) -> None:
+    plan = plan_named("plan_traffic")
+    loads = [
+        {"source": "today", "expected_us": 90.0, "ladder_us": 100.0},
+        {"source": "4 times the load", "expected_us": us, "ladder_us": 100.0},
+    ]
+    changed = plan.changed(evidence={**(plan.evidence or {}), "loads": loads, "other_loads": 0.1})
+    shown = " ".join(plain_text(brief(changed), 100).split())
+    told = "4 times the load: 264 us a step, 100 us with the graphs asked for; for less a larger --"
+    assert (told in shown.partition(" sizes ")[0]) is is_told
+    assert f"steps {us / 100 - 1:+.1%} at worst" in shown
+
+
+def test_a_plan_in_mode_none_says_how_graphs_are_asked_for() -> None:
+    none = plan_named("plan_traffic").changed(mode=CUDAGraphMode.NONE, keys=())
+    assert plain_text(brief(none), 100).startswith(
+        "Plan: 0 graphs instead of the configured sizes' 12 graphs in mode NONE: leave out cudagraph_mode, or"
+    )
 
 
 @pytest.mark.parametrize(
