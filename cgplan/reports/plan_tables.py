@@ -353,7 +353,7 @@ def _answer(
         took = format_microseconds(worst.expected_us)
         took += f" a step, {format_microseconds(worst.ladder_us or 0)} with the graphs asked for"
         rows.append(
-            ("warning", f"{worst.source}: {took}; for less a larger --memory, --max-graphs")
+            ("warning", f"{worst.source}: {took}; a larger --memory, --max-graphs shortens it")
         )
     told = [row for row in said(plan, brief=not whole) if row not in rows]
     times = evidence.times_source

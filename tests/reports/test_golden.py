@@ -79,7 +79,7 @@ def test_a_load_whose_steps_are_longer_is_a_warning_above_the_sizes(
     ]
     changed = plan.changed(evidence={**(plan.evidence or {}), "loads": loads, "other_loads": 0.1})
     shown = " ".join(plain_text(brief(changed), 100).split())
-    told = "4 times the load: 264 us a step, 100 us with the graphs asked for; for less a larger --"
+    told = "4 times the load: 264 us a step, 100 us with the graphs asked for; a larger --"
     assert (told in shown.partition(" sizes ")[0]) is is_told
     assert f"steps {us / 100 - 1:+.1%} at worst" in shown
 
