@@ -388,8 +388,8 @@ def test_a_full_house_is_told(backend: GraphBackend, caplog: pytest.LogCaptureFi
     few = cgplan.graphed(lambda x: x + 1, sizes=[1, 2])
     for count in (3, 3, 3, 4, 5):
         few(rows(backend, count))
-    given = "as `sizes`, `max_size` or `compilation` say"
-    told = f"no graph serves the batch: larger than the largest capture size, {given}"
+    given = "(dims.batch; sizes=[1, 2], max_size=None)"
+    told = f"no graph serves the batch: larger than the largest capture size {given}"
     assert few.eager_calls == {"the first calls of a kind": 2, told: 3}
     few.warm_up(rows(backend, 3))
     assert caplog.text.count(told) == 1
@@ -397,11 +397,18 @@ def test_a_full_house_is_told(backend: GraphBackend, caplog: pytest.LogCaptureFi
     none = cgplan.graphed(lambda x: x + 1, compilation={"cudagraph_mode": "NONE"})
     for _ in range(3):
         none(rows(backend, 3))
-    assert f"no graph serves the batch: nothing is captured, {given}" in none.explain()
+    told = "no graph serves the batch: nothing is captured (cudagraph_mode is NONE; sizes=None,"
+    assert told in none.explain()
+    listed = {"cudagraph_capture_sizes": [1, 2]}
+    small = cgplan.graphed(lambda x: x + 1, compilation=listed)
+    for _ in range(3):
+        small(rows(backend, 3))
+    assert "capture size (compilation.cudagraph_capture_sizes; sizes=None," in small.explain()
     g = cgplan.graphed(lambda x: x + 1, max_graphs=1)
     for count in (1, 1, 1, 1, 3):
         g(rows(backend, count))
-    assert "no graph serves the batch, and max_graphs=1 leaves no room" in g.explain()
+    told = "max_graphs=1 leaves no room: raise max_graphs, or pad inputs to a few shapes"
+    assert f"no graph serves the batch, and {told}" in g.explain()
 
 
 def test_caches_of_past_requests_are_freed(backend: GraphBackend) -> None:
@@ -1080,9 +1087,24 @@ def test_wrong_dynamic(backend: GraphBackend) -> None:
 def test_settings_that_no_graph_of_a_drop_in_can_have_are_refused_when_it_is_made() -> None:
     with pytest.raises(ConfigError, match="cudagraph_mode is AUTO") as caught:
         cgplan.graphed(nn.Linear(4, 4), compilation={"cudagraph_mode": "AUTO"})
-    assert "Let `cgplan capture` decide" in caught.value.remedy
+    assert caught.value.remedy.startswith("Name a mode. Let `cgplan capture` decide")
     with pytest.raises(ConfigError, match="did you mean 'cudagraph_capture_sizes'"):
         cgplan.graphed(nn.Linear(4, 4), compilation={"sizes": [4]})
+    never: dict[str, Any]
+    for never in (
+        {"max_cudagraph_capture_size": 4},
+        {"cudagraph_copy_inputs": False},
+        {"key_rules": "vllm_v2"},
+    ):
+        told = f"compilation has {next(iter(never))}, which graphed sets"
+        with pytest.raises(ConfigError, match=told) as caught:
+            cgplan.graphed(nn.Linear(4, 4), compilation=never)
+        assert "where rows vary sizes and max_size" in caught.value.remedy
+    wrong: dict[str, Any]
+    for wrong in ({"max_graphs": 0}, {"verify": "sometimes"}):
+        ((name, value),) = wrong.items()
+        with pytest.raises(ConfigError, match=f"^{name}: found {value!r}, expected"):
+            cgplan.graphed(nn.Linear(4, 4), **wrong)
 
 
 # --- padding ----------------------------------------------------------------------------------------------------------

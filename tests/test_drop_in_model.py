@@ -217,6 +217,15 @@ def test_a_value_that_changes_at_each_call(
         net.factor = float(step)
         close(g(x), net(x))
     assert caplog.text.count("captured again: ") == 1
+    cures = "; ignore=['model.factor'] if it decides nothing, or make it a tensor and write it in"
+    assert cures in caplog.text
+    net.factor = torch.tensor(0.0, device=backend.device)
+    served = 0
+    for step in range(20):
+        net.factor.fill_(step)
+        close(g(x), net(x))
+        served = served or replays(g)
+    assert replays(g) >= served + 15
 
 
 REGISTRY: dict[str, dict[str, int]] = {}
@@ -652,7 +661,8 @@ def test_at_most_max_graphs_and_the_least_used_go(
             close(g(x, float(scale)), net(x, float(scale)))
         assert sum(len(runner.plan.keys) for runner in g.runners) <= 3
     assert caplog.text.count("the least used go") == 1
-    assert "calls ask for more than 3 graphs; the least used go" in g.explain()
+    told = "the least used go: raise max_graphs, or pad inputs to a few shapes"
+    assert f"calls ask for more than 3 graphs; {told}" in g.explain()
 
 
 # --- ahead of calls, and in files -------------------------------------------------------------------------------------
@@ -1171,32 +1181,33 @@ def test_transformers_generate_by_graphs(backend: GraphBackend) -> None:
     t5 = T5ForConditionalGeneration(
         T5Config(vocab_size=20, d_model=16, d_kv=8, d_ff=16, num_layers=1)
     )
-    for other in (Net(), t5, 3, cgplan.graphed(lm)):
+    for other in (Net(), t5, "Qwen/Qwen3-0.6B", cgplan.graphed(lm)):
         wrong = "is not a decoder-only model of transformers"
         with pytest.raises(ConfigError, match=wrong) as refused:
             cgplan.graphed_generate(other, max_cache_len=8)
         assert "Pass the model itself, with its LM head" in refused.value.remedy
+        assert "`AutoModelForCausalLM.from_pretrained(...)`" in refused.value.remedy
     for length in (None, 0, "64"):
         with pytest.raises(ConfigError, match=f"max_cache_len is {length!r}, no whole number"):
             cgplan.graphed_generate(lm, max_cache_len=length)
-    for others in ({}, {"max_length": 2}):
-        with pytest.raises(TypeError, match=r"missing .*'max_cache_len'"):
-            cgplan.graphed_generate(lm, **others)
+    hint = "`sizes` and `dynamic` are not needed: each number of rows has a graph; `max_graphs`"
     for name, wanted in (
-        (
-            "max_length",
-            "Did you mean 'max_cache_len'? No rows are padded; `generate` warms up. `max_graphs` is the budget. Arguments are max_cache_len,",
-        ),
+        ("max_length", f"Did you mean 'max_cache_len'? {hint} bounds them. Arguments are max_c"),
+        ("max_cache_length", "Did you mean 'max_cache_len'?"),
         ("max_graph", "Did you mean 'max_graphs'?"),
-        ("sizes", "No rows are padded; `generate` warms up."),
-        ("dynamic", "No rows are padded; `generate` warms up."),
-        ("example", "No rows are padded; `generate` warms up."),
-        ("pad", "No rows are padded; `generate` warms up."),
+        ("sizes", hint),
+        ("dynamic", hint),
+        ("example", hint),
+        ("pad", hint),
     ):
-        with pytest.raises(ConfigError, match=f"generate has no argument '{name}'") as caught:
-            cgplan.graphed_generate(lm, max_cache_len=2, **{name: 2})
-        assert caught.value.remedy.startswith(wanted)
-        assert "sizes" not in caught.value.remedy
+        for needed in ({}, {"max_cache_len": 2}):
+            with pytest.raises(ConfigError, match=f"generate has no argument '{name}'") as caught:
+                cgplan.graphed_generate(lm, **needed, **{name: 2})
+            assert caught.value.remedy.startswith(wanted)
+            arguments = caught.value.remedy.partition("Arguments are ")[2]
+            assert "sizes" not in arguments
+    with pytest.raises(ConfigError, match="max_cache_len is None, no whole number"):
+        cgplan.graphed_generate(lm)
     own: dict[str, Any]
     for own in (
         {"strict": False},
@@ -1212,6 +1223,42 @@ def test_transformers_generate_by_graphs(backend: GraphBackend) -> None:
     assert lm.generate(prompt, max_new_tokens=3).shape == (2, 12)
 
 
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"max_cudagraph_capture_size": 2}, "has max_cudagraph_capture_size, which graphed sets"),
+        ({"cudagraph_capture_sizes": [1, 2]}, "has cudagraph_capture_sizes, which graphed sets"),
+        ({"boxes": [[1]]}, "has boxes, which graphed sets"),
+        ({"compiler": "inductor"}, "FULL with compiler inductor traces the forward"),
+        ({"cudagraph_mode": "PIECEWISE"}, "PIECEWISE with compiler eager traces the forward"),
+        (
+            {"cudagraph_mode": "PIECEWISE", "splitting_modules": ["lm_head"], "piecewise": "ops"},
+            "PIECEWISE with compiler eager traces the forward",
+        ),
+    ],
+)
+def test_generate_refuses_settings_that_give_it_no_graphs(
+    settings: dict[str, Any], told: str
+) -> None:
+    lm = decoder(select_backend("cpu"))
+    with pytest.raises(ConfigError, match=told) as refused:
+        cgplan.graphed_generate(lm, max_cache_len=16, compilation=settings)
+    assert refused.value.remedy.startswith("Leave ")
+    assert "forward" not in vars(lm)
+
+
+def test_generate_by_segments_of_modules(backend: GraphBackend) -> None:
+    lm = decoder(backend)
+    prompt = torch.randint(2, 200, (2, 9), device=backend.device)
+    wanted = lm.generate(prompt, max_new_tokens=6, do_sample=False)
+    modules = {"splitting_modules": ["model.layers.*.self_attn"]}
+    settings = {"cudagraph_mode": "PIECEWISE", **modules}
+    g = cgplan.graphed_generate(lm, max_cache_len=16, compilation=settings)
+    for _ in range(2):
+        assert torch.equal(lm.generate(prompt, max_new_tokens=6, do_sample=False), wanted)
+    assert g.graph_calls > 0
+
+
 def test_another_length_takes_the_place_of_the_first(backend: GraphBackend) -> None:
     lm = decoder(backend)
     prompt = torch.randint(2, 200, (2, 9), device=backend.device)
@@ -1219,7 +1266,7 @@ def test_another_length_takes_the_place_of_the_first(backend: GraphBackend) -> N
     first, g = (cgplan.graphed_generate(lm, max_cache_len=length) for length in (16, 32))
     assert torch.equal(lm.generate(prompt, max_new_tokens=12, do_sample=False), wanted)
     assert replays(g)
-    assert "memory of generate: 1 cache of 256 KiB" in g.explain()
+    assert "memory of generate: 256 KiB in 1 cache" in g.explain()
     assert not first.eager_calls
     for name in ("forward", "generate"):
         delattr(lm, name)
@@ -1253,6 +1300,10 @@ def test_generate_finds_each_change_since_the_last_one(backend: GraphBackend) ->
         assert torch.equal(generated(), generated(twin))
         assert g.explain().count("captured again: ") == count
     assert "old graphs" not in g.explain()
+    told = g.explain()
+    assert "freed" in told
+    assert "output 0, logits: " in told
+    assert "output 0: " not in told
 
 
 def test_generate_inside_generate_leaves_the_cache_of_the_outer_call(

@@ -671,6 +671,12 @@ class CompilationConfig(Section):
         return self.capture_policy == "lazy"
 
     @property
+    def segments_from(self) -> str:
+        if self.piecewise != "auto":
+            return self.piecewise
+        return "modules" if self.splitting_modules else "ops"
+
+    @property
     def address_policy(self) -> Literal["off", "first", "always"]:
         """``address_check``, and always in debug mode."""
         return "always" if self.debug else self.address_check

@@ -55,6 +55,7 @@ from cgplan.runner.runner import GraphRunner
 from cgplan.runner.session import CaptureSession
 
 _MOST_CALLS = 4096
+_MORE = "raise max_graphs, or pad inputs to a few shapes"
 _SHARED = "an argument is a tensor of the model, or shares memory that the model writes"
 _INSIDE = "inside the forward of another runner"
 _NO_CALL: tuple[Any, ...] = (None,) * 5  # form, function mode, has_state, runner, kind
@@ -413,10 +414,12 @@ class Calls:
                 kind.close()  # it may hold a dropped cache
             reason = "no graph serves the batch"
             if route.missing is None:
-                reason += f": {why_not}, as `sizes`, `max_size` or `compilation` say"
+                given = self._settings
+                bounds = f"sizes={given.sizes!r:.80}, max_size={given.max_size}"
+                reason += f": {why_not} ({runner.plan.sizes_source}; {bounds})"
                 self.learner.tell_once(reason)
             elif is_capture_allowed():
-                reason += f", and max_graphs={self._settings.max_graphs} leaves no room"
+                reason += f", and max_graphs={self._settings.max_graphs} leaves no room: {_MORE}"
             return reason
         return None
 
@@ -528,7 +531,7 @@ class Calls:
             kind.waiting[missing] = asked + 1, before
             return False
         self.learner.tell_once(
-            f"calls ask for more than {most} graphs; the least used go", "max_graphs"
+            f"calls ask for more than {most} graphs; the least used go: {_MORE}", "max_graphs"
         )
         owner = owners[least]
         self._known.clear()

@@ -36,7 +36,9 @@ from cgplan.drop_in.calls import Calls
 from cgplan.drop_in.kinds import Kind
 from cgplan.drop_in.learner import BATCH, Learner, Settings
 from cgplan.errors import CgplanError, ConfigError, InputError, did_you_mean, refuse_others
+from cgplan.graphs.fingerprint import Fingerprint
 from cgplan.models.loading import CACHE_ARGUMENTS, cache_argument, load_model, refuse_no_model
+from cgplan.modes import CUDAGraphMode
 from cgplan.reports.layout import Column, Grid, TextColumn, plain_text
 from cgplan.reports.records import CaptureReport
 from cgplan.runner.runner import GraphRunner
@@ -285,8 +287,9 @@ class Graphed:
             lines.append(f"graphs and their buffers take {format_bytes(nbytes)}")
         caches = getattr(vars(self).get("generate"), "caches", None)
         if caches:
-            nbytes = format_bytes(sum(map(_bytes_of, caches.values())))
-            lines.append(f"memory of generate: {counted(len(caches), 'cache')} of {nbytes}")
+            held = Fingerprint.of({"caches": caches}, torch.device("cpu")).tensors
+            total = format_bytes(sum(tensor.nbytes for tensor in held))
+            lines.append(f"memory of generate: {total} in {counted(len(caches), 'cache')}")
         lines += sorted({*learner.notices.values()} - calls.eager.keys())
         for path, count in learner.changed.most_common():
             if count > 1:
@@ -362,7 +365,10 @@ class Graphed:
         try:
             value = getattr(self.__dict__["_wrapped"], name)
         except AttributeError as error:
-            error.add_note("graphed has explain(), graph_calls, eager_calls and runners")
+            error.add_note(
+                "graphed has explain(), graph_calls, eager_calls and runners; of a method, its "
+                "object has the rest"
+            )
             raise
         if name != "generate" or not callable(value):
             return value
@@ -483,14 +489,6 @@ def _forward(graphs: weakref.ref[Graphed], *args: Any, **kwargs: Any) -> Any:
     return Graphed.forward(cast(Graphed, graphs()), *args, **kwargs)
 
 
-def _bytes_of(cache: Any) -> int:
-    nbytes = 0
-    for layer in cache.layers:
-        for value in vars(layer).values():
-            nbytes += value.nbytes if isinstance(value, Tensor) else 0
-    return nbytes
-
-
 _MOST_CACHES = 8
 _NEW_TOKENS = 20  # of transformers' generate, without a setting
 # its settings that need another cache, or return it
@@ -508,7 +506,7 @@ _OTHER_CACHES = (
 
 def graphed_generate(
     model: Any,
-    max_cache_len: int,
+    max_cache_len: int | None = None,
     **options: Any,
 ) -> Graphed:
     """Lets ``model.generate`` of transformers run by graphs; returns the graphed forward.
@@ -521,9 +519,9 @@ def graphed_generate(
     numbers of rows.
 
     Args:
-        max_cache_len: In tokens, at least 1: those of the longest prompt and its answer.
-        options: As of ``graphed``, but ``dynamic``, ``sizes``, ``max_size`` and ``pad``, as no rows
-            are padded, and ``example``, for which ``generate`` is called once.
+        max_cache_len: Needed. In tokens, at least 1: those of the longest prompt and its answer.
+        options: As of ``graphed``, but ``dynamic``, ``sizes``, ``max_size``, ``pad`` and
+            ``example``: no rows are padded. ``compilation`` may not trace the forward.
 
     Raises ConfigError for other options, and for models other than transformers' decoders;
     ``generate`` raises InputError for more tokens than the cache holds.
@@ -531,8 +529,8 @@ def graphed_generate(
     known = {"max_cache_len": None, **(graphed.__kwdefaults__ or {})}
     for name in ("sizes", "max_size", "dynamic", "pad", "example"):
         del known[name]
-    hint = "No rows are padded; `generate` warms up. `max_graphs` is the budget."
-    refuse_others(graphed_generate, options, hint, known)
+    hint = "`sizes` and `dynamic` are not needed: each number of rows has a graph; `max_graphs` "
+    refuse_others(graphed_generate, options, f"{hint}bounds them.", known)
     if type(max_cache_len) is not int or max_cache_len < 1:
         raise ConfigError(
             f"max_cache_len is {max_cache_len!r:.80}, no whole number from 1",
@@ -542,13 +540,24 @@ def graphed_generate(
     if not is_decoder or not cache_argument(model) or model.config.is_encoder_decoder:
         raise ConfigError(
             f"{type(model).__name__} is not a decoder-only model of transformers with a KV cache",
-            remedy="Pass the model itself, with its LM head: `peft_model.get_base_model()`, or "
-            "what `torch.compile` or `graphed` got. For others call `graphed`.",
+            remedy="Pass the model itself, with its LM head: "
+            "`AutoModelForCausalLM.from_pretrained(...)`, `peft_model.get_base_model()`, or what "
+            "`torch.compile` or `graphed` got. For others call `graphed`.",
         )
     forward = model.forward
     if isinstance(forward, Graphed):  # of an earlier call
         forward = vars(forward)["_wrapped"]
     g: Graphed = graphed(forward, dynamic={}, **options)
+    compilation = vars(g)["_settings"].compilation
+    is_piecewise = compilation.cudagraph_mode is CUDAGraphMode.PIECEWISE
+    is_traced = is_piecewise and compilation.segments_from == "ops"
+    if is_traced or compilation.compiler != "eager":
+        raise ConfigError(
+            f"cudagraph_mode {compilation.cudagraph_mode} with compiler {compilation.compiler} "
+            "traces the forward, and its cache is in no trace",
+            remedy="Leave compiler out. PIECEWISE needs splitting_modules, such as "
+            '["model.layers.*.self_attn"].',
+        )
     model.forward = g
     vars(g)["generate"] = model.generate = _Generate(model, max_cache_len)
     return g

@@ -197,7 +197,6 @@ class Kind:
 
     def forget_outputs(self) -> None:
         self._points.clear()
-        self.keys.clear()
         self.forward.outputs.clear()
         self.returns = None
 

@@ -49,6 +49,7 @@ _DYNAMIC = 'Pass dimensions by input: dynamic={"x": {0: "batch"}}.'
 _COMPILATION = 'Pass settings by name: compilation={"on_miss": "error"}.'
 _PAD = 'Pass values by input: pad={"x": -1}.'
 _SIZES = "Pass a list of sizes, or the name of a ladder: sizes=[1, 2, 4]."
+_MAX_GRAPHS = "Pass a number: max_graphs=16."
 _STRICT = "Pass strict=True, or leave it out."
 _IGNORE = 'Pass a list: ignore=["model.calls"].'
 
@@ -82,10 +83,12 @@ class Settings:
         if self.grad not in ("recompute", None):
             raise ConfigError(f"grad is {self.grad!r}", remedy="Choose recompute or None.")
         most = 1 << 20 if self.sizes else self.max_size or 1 << 20
-        try:
-            Dim(BATCH, max=most, sizes=self.sizes)
-        except ConfigError as error:
-            raise ConfigError(error.message.removeprefix("Dim: "), remedy=_SIZES) from None
+        _validated(
+            Dim,
+            _SIZES,
+            max=most,
+            sizes=self.sizes,
+        )
         if self.max_size and self.sizes and not isinstance(self.sizes, str):
             raise ConfigError(
                 "max_size has no effect beside a list of sizes",
@@ -100,8 +103,8 @@ class Settings:
                 remedy = "Give numbers; cgplan.capture takes `last`."
                 raise ConfigError(f"pad is {self.pad}", remedy=remedy)
         if self.max_graphs is None:
-            raise ConfigError("max_graphs is None", remedy="Pass a number: max_graphs=16.")
-        self.max_graphs = BudgetConfig(max_graphs=self.max_graphs).max_graphs
+            raise ConfigError("max_graphs is None", remedy=_MAX_GRAPHS)
+        _validated(BudgetConfig, _MAX_GRAPHS, max_graphs=self.max_graphs)
         self.dynamic = _dims_by_input(self.dynamic)
         if self.dynamic == {} and (self.sizes or self.max_size):
             raise ConfigError(
@@ -114,7 +117,12 @@ class Settings:
             "ignore": self.ignore,
             "address_check": "off",
             "pool": "shared",
+            "cudagraph_copy_inputs": True,
+            "key_rules": "vllm_v1",
+            "max_cudagraph_capture_size": None,
         }
+        if self.dynamic == {}:
+            own |= {"cudagraph_capture_sizes": None, "boxes": None}
         given = {
             "capture_policy": "lazy",
             "outputs": self.outputs,
@@ -124,14 +132,27 @@ class Settings:
         for name in own.keys() & given:
             raise ConfigError(
                 f"compilation has {name}, which graphed sets",
-                remedy="Pass strict and ignore to graphed itself; leave out the others.",
+                remedy="Leave it out. graphed itself has strict and ignore, and where rows vary "
+                "sizes and max_size.",
             )
-        self.compilation = CompilationConfig(**given, **own)
+        self.compilation = _validated(CompilationConfig, "", **given, **own)
         refuse_auto(self.compilation)
 
     @property
     def recomputes(self) -> bool:
         return self.grad is not None
+
+
+def _validated(
+    section: Callable[..., Any],
+    remedy: str,
+    **values: Any,
+) -> Any:
+    try:
+        return section(**values)
+    except ConfigError as error:
+        text = error.message.removeprefix(f"{section.__name__}: ")
+        raise ConfigError(text, remedy=remedy or error.remedy) from None
 
 
 def _dims_by_input(given: Any) -> dict[str, dict[int, Dim | str]] | None:
@@ -477,6 +498,7 @@ class Learner:
         output: Any,
     ) -> None:
         form, leaves = taken_apart(output)
+        kind.keys = []
         if isinstance(output, Mapping):
             kind.keys = [f", {path}" for path, _ in tensors_by_name(output, "")]
         if any(leaf.is_meta or leaf.is_quantized for leaf in leaves):

@@ -220,7 +220,12 @@ class Change:
         if subject != self.path:
             ignorable = {*PLAIN, type(ABSENT), dict, list, tuple}
         is_ignorable = {type(self.was), type(self.now)} <= ignorable
-        return f"; ignore=[{subject!r}] if it decides nothing" if is_ignorable else ""
+        if not is_ignorable:
+            return ""
+        hint = f"; ignore=[{subject!r}] if it decides nothing"
+        if type(self.now) in (int, float):
+            hint += ", or make it a tensor and write it in place"
+        return hint
 
     @property
     def is_new(self) -> bool:

@@ -483,8 +483,8 @@ def refuse_auto(compilation: CompilationConfig) -> None:
         raise ConfigError(
             "cudagraph_mode is AUTO, and the graphs have to be known here before the model is "
             "measured",
-            remedy="Let `cgplan capture` decide on one process, without --plan, and write the "
-            "settings that its report notes into the configuration. In Python, "
+            remedy="Name a mode. Let `cgplan capture` decide on one process, without --plan, "
+            "and write the settings that its report notes into the configuration. In Python, "
             "cgplan.choose_mode(config, model, backend) gives the configuration and the plan.",
         )
 
@@ -783,9 +783,7 @@ def _unread(
     compilation: CompilationConfig,
     mode: CUDAGraphMode,
 ) -> Iterator[str]:
-    route: str = compilation.piecewise
-    if route == "auto":
-        route = "modules" if compilation.splitting_modules else "ops"
+    route = compilation.segments_from
     why = f"segments come from {route} (compilation.piecewise)"
     is_auto = compilation.cudagraph_mode is CUDAGraphMode.AUTO  # planned as FULL
     if not is_auto and not mode.has_mode(CUDAGraphMode.PIECEWISE):
