@@ -1386,6 +1386,9 @@ def test_copies_of_what_graphed_generate_returns(backend: GraphBackend) -> None:
         assert "1 of 3 graphs" in other.explain()
         with pytest.raises(InputError, match="is warmed up by generate"):
             other.warm_up(prompt)
+    with pytest.raises(AttributeError) as refused:
+        g.load_state_dict({})
+    assert "of a method, its object has the rest" in refused.value.__notes__[0]
     del lm.forward, lm.generate
     copy.copy(g)
     assert "forward" not in vars(lm)
@@ -1518,6 +1521,21 @@ def test_generate_tells_why_it_finds_no_graph(
     }
     assert g.eager_calls == reasons, "for these reasons alone"
     assert all(f"graphed Qwen3ForCausalLM.forward: {reason}" in caplog.text for reason in reasons)
+
+
+def test_generate_tells_which_half_of_guidance_has_graphs(backend: GraphBackend) -> None:
+    lm = decoder(backend)
+    prompt = torch.randint(2, 200, (2, 9), device=backend.device)
+    options = {"max_new_tokens": 6, "do_sample": False, "guidance_scale": 1.5}
+    wanted = lm.generate(prompt, **options)
+    g = cgplan.graphed_generate(lm, max_cache_len=32)
+    lm.generate(prompt, max_new_tokens=2, guidance_scale=1.0)
+    told = "with guidance_scale the unconditional half runs eagerly"
+    assert told not in g.explain()
+    for _ in range(2):
+        assert torch.equal(lm.generate(prompt, **options), wanted)
+    assert told in g.explain()
+    assert replays(g) > 0
 
 
 def test_generate_with_a_config_as_transformers_wants_it(

@@ -521,7 +521,7 @@ def graphed_generate(
     Args:
         max_cache_len: Needed. In tokens, at least 1: those of the longest prompt and its answer.
         options: As of ``graphed``, but ``dynamic``, ``sizes``, ``max_size``, ``pad`` and
-            ``example``: no rows are padded. ``compilation`` may not trace the forward.
+            ``example``: no rows are padded.
 
     Raises ConfigError for other options, and for models other than transformers' decoders;
     ``generate`` raises InputError for more tokens than the cache holds.
@@ -534,7 +534,7 @@ def graphed_generate(
     if type(max_cache_len) is not int or max_cache_len < 1:
         raise ConfigError(
             f"max_cache_len is {max_cache_len!r:.80}, no whole number from 1",
-            remedy="Give max_cache_len=1024, say.",
+            remedy="Give max_cache_len=1024.",
         )
     is_decoder = not isinstance(model, Graphed) and hasattr(type(model), "generate")
     if not is_decoder or not cache_argument(model) or model.config.is_encoder_decoder:
@@ -613,8 +613,7 @@ class _Generate:
 
         def option(name: str, default: Any = None) -> Any:
             found = given.get(name)
-            if found is None:
-                found = getattr(settings, name, None)
+            found = getattr(settings, name, None) if found is None else found
             return default if found is None else found
 
         def run() -> Any:
@@ -662,6 +661,8 @@ class _Generate:
             self._tell(reason)
             with setting(vars(model.forward)["_calls"].own_code_reason, reason):
                 return run()
+        if option("guidance_scale", 1) != 1:
+            self._tell("with guidance_scale the unconditional half runs eagerly")
         length = prompt.shape[1]
         longest = length + option("max_new_tokens", 0)
         if longest == length:
