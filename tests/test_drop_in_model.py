@@ -1300,6 +1300,10 @@ def test_generate_finds_each_change_since_the_last_one(backend: GraphBackend) ->
         assert torch.equal(generated(), generated(twin))
         assert g.explain().count("captured again: ") == count
     assert "old graphs" not in g.explain()
+    for _ in range(4):
+        lm.generate(prompt[:, :4], max_new_tokens=1)  # has a graph, and does not come again
+    lm.generation_config.temperature = 0.7
+    generated()
     told = g.explain()
     assert "freed" in told
     assert "output 0, logits: " in told
