@@ -40,6 +40,10 @@ class Batch:
     num_reqs: int | None
     sizes: tuple[int, ...] = ()
 
+    @property
+    def box(self) -> tuple[int, ...]:
+        return (self.num_tokens, *self.sizes)
+
 
 def unknown_input(name: str, declared: Iterable[str]) -> InputError:
     declared = tuple(declared)

@@ -221,8 +221,7 @@ class Kind:
     ) -> Sizes:
         """Raises InputError for a batch of another kind."""
         batch = self._reader.read(self.inputs(tensors))
-        counts = batch.num_tokens, *batch.sizes
-        sizes = dict(zip(self.names, counts, strict=True))
+        sizes = dict(zip(self.names, batch.box, strict=True))
         if self.is_exact:
             for name, dim in self.dims.items():
                 if dim.max != sizes[name]:

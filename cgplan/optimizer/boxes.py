@@ -916,6 +916,15 @@ class _BoxProblem:
                 f"{share} are above the max of a dimension: they run eagerly, and no figure has "
                 f"them; {larger} has them planned for"
             )
+        runs = boxes[self._runs_in(boxes)].T
+        for dim, sizes, padded in zip(self._dims[1:], self._least.T[1:], runs[1:], strict=True):
+            if isinstance(dim.sizes, tuple):
+                widened = np.intersect1d(sizes[sizes < padded], dim.sizes)
+                warnings += [
+                    f"batches of {dim.name} {size} run in larger boxes: right only where padding "
+                    f"of {dim.name} has no effect; else plan each {dim.name} by itself"
+                    for size in widened
+                ]
         lower = min(lower / self._total, step)
         return Evidence(
             traffic_source=f"{self.traffic.source}: {' x '.join(self.traffic.names)}",

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from operator import lt
 from typing import Any
 
 import torch
@@ -48,22 +49,22 @@ class Verifier:
         elif graphs.is_alone:
             self._policy = compilation.verify
         self._copied = _copied_inputs(graphs)
-        self._due: dict[tuple[CUDAGraphMode, BatchDescriptor, bool], Due] = {}
+        self._due: dict[tuple[CUDAGraphMode, BatchDescriptor, *tuple[bool, ...]], Due] = {}
         self._handed: list[Tensor] = []
 
     def schedule(self, call: PreparedCall) -> None:
         mode, descriptor = call.route.key
         batch = call.route.batch
         if self._policy != "off" and mode is not CUDAGraphMode.NONE:
-            is_padded = batch.num_tokens < descriptor.num_tokens or batch.sizes != descriptor.sizes
-            call.due = self._due.setdefault((mode, descriptor, is_padded), Due(1))
+            # padding of each dimension reaches rows in its own way
+            pads = map(lt, batch.box, descriptor.box)
+            call.due = self._due.setdefault((mode, descriptor, *pads), Due(1))
         if self._is_debug:
             call.output = partial(self._expiring, call.output)
 
     def forget(self, keys: Iterable[Key]) -> None:
-        for key in keys:
-            self._due.pop((*key, False), None)
-            self._due.pop((*key, True), None)
+        gone = set(keys)
+        self._due = {of: due for of, due in self._due.items() if of[:2] not in gone}
 
     def _expiring(self, output: Callable[[], Any]) -> Any:
         """A copy of an output; the next call fills it with NaN."""
@@ -94,12 +95,20 @@ class Verifier:
                 due.left = due.verified_at
             return
         due.verified_at = 0
+        batch = call.route.batch
+        names = self._graphs.config.dim_names[1:]
+        padded = ""
+        remedy = ""
+        for name, size, most in zip(names, batch.sizes, record.descriptor.sizes, strict=True):
+            if size < most:
+                padded += f"; {name} {size} is padded to {most}"
+                remedy += f"List {size} in dims.{name}.sizes, or make a runner for each. "
         raise NumbersError(
             f"the replay of {record.mode} {record.descriptor} differs from the model's own "
-            f"code: {record.failure}",
-            remedy="Look for numbers and branches that Python computed at capture, moved tensors, "
-            "padding that reaches real rows (as in training mode: call .eval()), and random "
-            "operators that do not draw from torch's generators.",
+            f"code: {record.failure}{padded}",
+            remedy=f"{remedy}Look for numbers and branches that Python computed at capture, moved "
+            "tensors, padding that reaches real rows (as in training mode: call .eval()), and "
+            "random operators that do not draw from torch's generators.",
             output=output,
         )
 
@@ -451,7 +460,7 @@ class _Comparison:
         if not self._has_drawn and not self._are_few(wrong):
             return False
         batch = self._route.batch
-        is_padded = (batch.num_tokens, *batch.sizes) != self._route.descriptor.box
+        is_padded = batch.box != self._route.descriptor.box
         if is_padded and self._has_rows and not self._has_drawn and not self._rounds(eager):
             return False
         self.begin.put_back()

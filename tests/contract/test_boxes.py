@@ -207,3 +207,30 @@ def test_padding_that_reaches_real_rows_from_any_dimension_is_found(
         pytest.raises(NumbersError, match="output 0 depends on what the padding holds"),
     ):
         runner(x=x)
+
+
+def test_padding_of_each_dimension_is_compared_once(backend: GraphBackend) -> None:
+    """Padding in rows, which is harmless, had been the one padded comparison."""
+
+    def mean(x: Tensor) -> Tensor:
+        return x.mean(1)
+
+    dims = {"batch": {"max": 4}, "side": {"max": 96, "sizes": [64, 96]}}
+    shape = ("batch", "side")
+    config = {
+        "dims": dims,
+        "inputs": {"x": {"shape": shape, "dtype": "float32", "pad": 0}},
+        "model": {"output_shapes": ["batch"]},
+        "device": str(backend.device),
+    }
+    wide, narrow = (torch.ones(3, side, device=backend.device) for side in (96, 80))
+    with closing(cgplan.capture(mean, config=config)) as runner:
+        same(runner(x=wide), mean(wide))
+        with pytest.raises(NumbersError, match="; side 80 is padded to 96") as caught:
+            runner(x=narrow)
+    assert caught.value.remedy.startswith("List 80 in dims.side.sizes, or make a runner for each")
+    kinds = {at: cgplan.Dim(name, **dims[name]) for at, name in enumerate(shape)}
+    g = cgplan.graphed(mean, dynamic={"x": kinds}, pad={"x": 0})
+    for x in (*[wide] * 6, *[narrow] * 4):
+        same(g(x), mean(x))
+    assert "; side 80 is padded to 96; so nothing is padded" in g.explain()

@@ -498,3 +498,15 @@ def test_a_graph_is_counted_for_each_lora_case() -> None:
 def test_a_mode_without_graphs_is_refused() -> None:
     with pytest.raises(PlanError, match="has no graphs"):
         evidence_of({(1, 8): 5}, compilation={"cudagraph_mode": "NONE"})
+
+
+def test_a_listed_size_that_runs_in_larger_boxes_is_told() -> None:
+    """As pictures of 64 in graphs of 96 do."""
+    counts = {(1, 64): 5, (2, 96): 5, (4, 64): 5}
+    dims = {"batch": {"max": 4}, "side": {"max": 96, "sizes": [64, 96]}}
+    names = ("batch", "side")
+    text = "batches of side 64 run in larger boxes: right only where padding of side has no effect"
+    told = [evidence_of(counts, most, dims=dims, names=names).warnings for most in (1, 3)]
+    assert [[text in warning for warning in each] for each in told] == [[True], []]
+    dims["side"].pop("sizes")
+    assert evidence_of(counts, 1, dims=dims, names=names).warnings == ()
