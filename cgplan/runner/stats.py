@@ -243,6 +243,7 @@ class RunnerStats:
                 key.num_reqs or "",
                 str(key.uniform).lower(),
                 key.num_active_loras,
+                *key.sizes,
             )
             replays.append((labels, calls))
         batches = Counter[Sequence[object]]()
@@ -251,7 +252,13 @@ class RunnerStats:
             if not is_uniform and tokens > EXACT_BATCHES:
                 most = max(tokens, self.plan.max_num_batched_tokens)
                 tokens = min(math.ceil(tokens / 64) * 64, most)
-            batches[tokens, str(is_uniform).lower(), loras] += count.calls
+            labels = (
+                tokens,
+                str(is_uniform).lower(),
+                loras,
+                *count.descriptor.sizes,  # fewer than unpadded ones
+            )
+            batches[labels] += count.calls
         return {
             "replays": replays,
             "batches": batches.items(),
@@ -310,14 +317,12 @@ class StatsCollector:
     def collect(self) -> Iterator[Metric]:
         samples = {runner: stats.samples() for runner, stats in self._runners.items()}
         for name, (about, labels) in _COUNTERS.items():
-            family = self._core.CounterMetricFamily(
-                f"cgplan_{name}",
-                about,
-                labels=["runner", *labels],
-            )
+            family = self._core.CounterMetricFamily(f"cgplan_{name}", about)
             for runner, found in samples.items():
+                names = ["runner", *labels, *self._runners[runner].plan.dim_names[1:]]
                 for values, count in found[name]:
-                    family.add_metric([runner, *map(str, values)], count)
+                    given = zip(names, map(str, [runner, *values]), strict=False)
+                    family.add_sample(f"cgplan_{name}_total", dict(given), count)
             yield family
         host = self._core.SummaryMetricFamily(
             "cgplan_host_seconds",

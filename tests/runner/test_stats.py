@@ -7,7 +7,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -444,6 +444,36 @@ def test_metrics_of_several_runners_in_a_registry_of_the_user(called: GraphRunne
     call(called, 8, 8)
     assert registry.get_sample_value("cgplan_tokens_total", labels) == 50
     assert registry.get_sample_value("cgplan_tokens_total", {**labels, "runner": "draft"}) == 0
+
+
+def test_metrics_have_a_label_for_each_named_dimension(backend: GraphBackend) -> None:
+    """Without it two series of a page were the same, which Prometheus refuses."""
+    client = pytest.importorskip("prometheus_client")
+    config = {
+        "dims": {"batch": {"max": 1}, "side": {"max": 96, "sizes": [64, 96]}},
+        "inputs": {"x": {"shape": ["batch", "side"], "dtype": "float32", "pad": 0}},
+        "model": {"output_shapes": [["batch", "side"]]},
+        "device": str(backend.device),
+    }
+    registry = client.CollectorRegistry()
+    with closing(cgplan.capture(lambda x: x * 2, config=config)) as runner:
+        registry.register(StatsCollector({"draft": RunnerStats(PLAN), "target": runner.stats}))
+        for side in (64, 80, 96, 128):
+            runner(x=torch.ones(1, side, device=backend.device))
+    found = {
+        (sample.name, sample.labels.get("mode"), sample.labels["side"]): sample.value
+        for family in registry.collect()
+        for sample in family.samples
+        if "side" in sample.labels
+    }
+    replays, batches = "cgplan_replays_total", "cgplan_batches_total"
+    assert found == {
+        (replays, "FULL", "64"): 1,
+        (replays, "FULL", "96"): 2,
+        (batches, None, "64"): 1,
+        (batches, None, "96"): 2,
+        (batches, None, "128"): 1,
+    }
 
 
 def test_metrics_without_the_client_say_how_to_get_it(
