@@ -462,15 +462,16 @@ def _check_one_graph(
     wrong = []
     enough = []
     if memory > limits.memory:
-        wrong.append(f"budget.memory is {format_bytes(int(limits.memory))}")
+        wrong.append(f"budget.memory is {limits.memory / 2**20:.5g} MiB")
         enough.append(f"budget.memory to {math.ceil(memory / 2**20)}MiB")
     if seconds > limits.seconds:
         wrong.append(f"budget.capture_time is {limits.seconds:.3g} s")
         enough.append(f"budget.capture_time to {seconds * 1.01:.3g}s")
     raise BudgetError(
         f"{' and '.join(wrong)}, but the cheapest graph that a batch gains by, "
-        f"{' and '.join(names)}, takes {format_bytes(int(memory))} and {seconds:.3g} s by --costs",
-        remedy=f"Raise {' and '.join(enough)} at least, or set compilation.cudagraph_mode: NONE.",
+        f"{' and '.join(names)}, takes {memory / 2**20:.5g} MiB and {seconds:.3g} s by --costs",
+        remedy=f"Raise {' and '.join(enough)} at least, or set compilation.cudagraph_mode: NONE. "
+        "A report has the pool of its largest graph: --costs measure knows smaller ones.",
     )
 
 

@@ -365,7 +365,10 @@ def _answer(
         rows.append(("sizes", sizes))
         share = sum(use.share for use in evidence.uses if use.size is None)
         if share >= LEAST_SHOWN:
-            rows.append(("eager", f"{share:.1%} of steps, which have no graph"))
+            eager = f"{share:.1%} of steps, which have no graph"
+            if plan.max_capture_size < plan.max_num_seqs:
+                eager += f"; max_num_seqs stays {plan.max_num_seqs}"
+            rows.append(("eager", eager))
     yield Facts(_headline(plan, evidence), rows)
     if not evidence.graphs:
         yield Text("No graph: every batch runs eagerly.")

@@ -18,7 +18,7 @@ import cgplan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES = [1, 4, 16]  # of batches with a graph, in pictures
-LARGEST = SIZES[-1]  # pictures that run together; more would run without a graph
+LARGEST = 16  # pictures that run together; above max(SIZES) they run without a graph
 PATIENCE = 10  # seconds that a request waits
 SHAPE = 3, 32, 32  # of a picture
 

@@ -749,8 +749,10 @@ def test_the_first_screen_says_how_much_of_the_traffic_runs_eagerly(
     command = (*use_traffic(home), *settings("compilation.cudagraph_mode=FULL_DECODE_ONLY"))
     rows = f"num_tokens,num_reqs,count\n5,5,30\n10,2,{count}\n"
     (home / "traffic.csv").write_text(rows)
-    row = "  eager       25.0% of steps, which have no graph\n"
+    row = "  eager       25.0% of steps, which have no graph; max_num_seqs stays 256\n"
     assert (row in good(*command).stdout) == is_shown
+    whole = row.replace("; max_num_seqs stays 256", "")
+    assert (whole in good(*command, *settings("scheduler.max_num_seqs=5")).stdout) == is_shown
 
 
 def test_steps_of_decode_stand_apart_from_mixed_ones(home: Path) -> None:

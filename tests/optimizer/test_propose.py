@@ -443,6 +443,9 @@ def test_a_budget_too_small_for_one_graph_names_the_smallest() -> None:
         in caught.value.message
     )
     assert "Raise budget.memory to 106MiB at least" in caught.value.remedy
+    assert "--costs measure knows smaller ones" in caught.value.remedy
+    with pytest.raises(BudgetError, match=r"memory is 105\.98 MiB, but .* takes 106 MiB"):
+        evidence_of(config_of(budget={"memory": "105.98MiB"}), seen, COSTS)
     evidence = evidence_of(config_of(budget={"memory": "106MiB"}), seen, COSTS)
     assert sizes_of(evidence) == [(4,)], "the remedy is enough"
     with pytest.raises(BudgetError, match=r"budget.capture_time is 1 s, .* and 1\.5 s") as caught:
