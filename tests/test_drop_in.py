@@ -409,6 +409,9 @@ def test_a_full_house_is_told(backend: GraphBackend, caplog: pytest.LogCaptureFi
         g(rows(backend, count))
     told = "max_graphs=1 leaves no room: raise max_graphs, or pad inputs to a few shapes"
     assert f"no graph serves the batch, and {told}" in g.explain()
+    calls = g.runners[0].stats.calls
+    g.warm_up(rows(backend, 3))
+    assert g.runners[0].stats.calls == calls, "a warm-up is no call"
 
 
 def test_caches_of_past_requests_are_freed(backend: GraphBackend) -> None:

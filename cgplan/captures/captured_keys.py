@@ -49,7 +49,7 @@ from cgplan.reports.records import (
     Limit,
     StopRecord,
 )
-from cgplan.units import format_bytes, format_seconds, listed
+from cgplan.units import counted, format_bytes, format_seconds, listed
 
 
 @dataclass(frozen=True)
@@ -339,8 +339,10 @@ class CapturedKeys:
         if isinstance(graphs.model, torch.nn.Module) and graphs.model.training:
             warnings.append("the model is in training mode: call .eval() before the capture")
         warnings += [*graphs.route.warnings(), *graphs.facts.notes]
-        if not records and (self._left_out or missing):
-            warnings.append(NO_GRAPH)
+        lost = len(self._left_out) + len(missing)
+        if lost:
+            left_out = f"the budget leaves {counted(lost, 'key')} without a graph"
+            warnings.append(left_out if records else NO_GRAPH)
         driver = self._loaded_bytes
         if driver is not None:
             driver += guard.graph_driver_bytes

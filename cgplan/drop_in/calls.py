@@ -384,6 +384,7 @@ class Calls:
         kind: Kind,
         sizes: Sizes,
         tensors: list[Tensor],
+        is_call: bool = True,
     ) -> str | ModelError | None:
         """Why the model's own code runs, if it does."""
         is_new = kind.runner is None or bool(kind.outgrown(sizes))
@@ -409,7 +410,7 @@ class Calls:
         route = kind.route(sizes)
         if route.mode is CUDAGraphMode.NONE and self._settings.compilation.on_miss == "eager":
             why_not = runner.router.reason_for_none(route)
-            runner.stats.count_of(route, why_not).calls += 1
+            runner.stats.count_of(route, why_not).calls += is_call
             if objects_in(kind.forward.form) and not kind.has_graphs:
                 kind.close()  # it may hold a dropped cache
             reason = "no graph serves the batch"
@@ -582,7 +583,7 @@ class Calls:
                 kind, sizes = self.learner.warmed_up(call)
                 if kind.eager_reason:
                     break
-                refusal = self._provide_graph(kind, sizes, tensors)
+                refusal = self._provide_graph(kind, sizes, tensors, is_call=False)
                 if isinstance(refusal, ModelError):
                     self._give_up(kind, refusal)
                     refusal = refusal.message

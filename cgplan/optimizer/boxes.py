@@ -922,7 +922,7 @@ class _BoxProblem:
                 widened = np.intersect1d(sizes[sizes < padded], dim.sizes)
                 warnings += [
                     f"batches of {dim.name} {size} run in larger boxes: right only where padding "
-                    f"of {dim.name} has no effect; else plan each {dim.name} by itself"
+                    f"of {dim.name} has no effect"
                     for size in widened
                 ]
         lower = min(lower / self._total, step)

@@ -471,7 +471,7 @@ def _check_one_graph(
         f"{' and '.join(wrong)}, but the cheapest graph that a batch gains by, "
         f"{' and '.join(names)}, takes {memory / 2**20:.5g} MiB and {seconds:.3g} s by --costs",
         remedy=f"Raise {' and '.join(enough)} at least, or set compilation.cudagraph_mode: NONE. "
-        "A report has the pool of its largest graph: --costs measure knows smaller ones.",
+        "--costs measure knows the pool of smaller graphs.",
     )
 
 

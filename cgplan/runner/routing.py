@@ -188,7 +188,7 @@ class BatchRouter:
         elif reason is MissReason.TOO_LARGE:
             remedy = "Add the size to cudagraph_capture_sizes"
         raise DispatchMissError(
-            f"no graph serves a batch of {' x '.join(map(str, (tokens, *sizes)))} tokens: {reason}"
+            f"no graph serves a batch of {' x '.join(map(str, route.batch.box))} tokens: {reason}"
             f"{cause}",
             remedy=f"{remedy or 'Choose another cudagraph_mode'}, or set on_miss: eager.",
         )

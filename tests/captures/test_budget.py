@@ -372,6 +372,15 @@ def test_a_budget_that_pays_for_nothing_leaves_a_runner_without_graphs() -> None
     check_report(runner)
 
 
+def test_keys_that_a_budget_leaves_out_are_a_warning() -> None:
+    for budget, said in (
+        ({"max_graphs": 2}, "the budget leaves 3 keys without a graph"),
+        ({"max_graphs": 4}, "the budget leaves 1 key without a graph"),
+    ):
+        assert said in open_runner(budget).report.warnings
+    assert "the budget" not in str(open_runner({"memory": "1GiB"}).report.warnings)
+
+
 def test_a_budget_that_is_known_to_pay_for_nothing_says_so() -> None:
     runner = open_runner({"memory": 100}, predicted=predict())
     assert captured_sizes(runner) == []

@@ -443,7 +443,7 @@ def test_a_budget_too_small_for_one_graph_names_the_smallest() -> None:
         in caught.value.message
     )
     assert "Raise budget.memory to 106MiB at least" in caught.value.remedy
-    assert "--costs measure knows smaller ones" in caught.value.remedy
+    assert "--costs measure knows the pool of smaller graphs" in caught.value.remedy
     with pytest.raises(BudgetError, match=r"memory is 105\.98 MiB, but .* takes 106 MiB"):
         evidence_of(config_of(budget={"memory": "105.98MiB"}), seen, COSTS)
     evidence = evidence_of(config_of(budget={"memory": "106MiB"}), seen, COSTS)
