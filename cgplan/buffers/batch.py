@@ -127,8 +127,7 @@ class BatchReader:
         for symbol in counted:
             count = getattr(batch, symbol)
             wanted = getattr(descriptor, symbol)
-            is_known = count not in (None, ()) and wanted not in (None, ())
-            if is_known and count != wanted:
+            if count and wanted and count != wanted:
                 raise InputError(
                     f"the inputs are a batch of {symbol} = {count}, the forward context's "
                     f"descriptor says {wanted!r}",

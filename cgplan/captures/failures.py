@@ -115,13 +115,15 @@ def explain_eager_failure(error: Exception, batch: str, model: Any = None) -> Cg
         return lacking
     arguments = ""
     with suppress(TypeError, ValueError):  # of no model; of a builtin
-        names = inspect.signature(getattr(model, "forward", model)).parameters
+        signature = inspect.signature(getattr(model, "forward", model))
+        names = [re.split("[:=]", str(each))[0] for each in signature.parameters.values()]
         arguments = f"({', '.join(names)})"
     return ModelError(
         f"the model failed on a batch padded to {batch}, at {where}: {type(error).__name__}: "
         f"{first_line(error)}",
-        remedy="Pass a model, not a function that builds it; dimension 0 of an example input is "
-        f"the batch. Check the declared inputs against the model's forward{arguments}.",
+        remedy=f"Check the declared inputs against the model's forward{arguments}. "
+        "Pass a model, not a function that builds it; dimension 0 of an example input is the "
+        "batch.",
     )
 
 

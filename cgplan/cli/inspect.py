@@ -56,6 +56,8 @@ def inspect_config(request: InspectRequest, vllm: VllmConfig | None) -> None:
         notes += vllm.notes
     if costs and request.as_json:
         notes += costs.notes
+    if loaded.config.model and not loaded.config.tensors:
+        notes.append("no input counts rows: a capture needs one")
     for text in notes:
         note(f"note: {text}")
     if request.as_json:

@@ -333,9 +333,8 @@ class Calls:
     ) -> Any:
         """A graph that differs ends, a padded one ends all padding."""
         assert kind.runner
-        sizes = kind.sizes_of(tensors)
-        route = kind.route(sizes)
-        is_padded = route.descriptor.box != tuple(sizes.values())
+        route = kind.route(kind.sizes_of(tensors))
+        is_padded = route.batch.box != route.descriptor.box
         has_changed = self.learner.relearn(kind)
         if is_padded and not has_changed:
             self.learner.give_up(kind, error.message)
@@ -387,8 +386,7 @@ class Calls:
         is_call: bool = True,
     ) -> str | ModelError | None:
         """Why the model's own code runs, if it does."""
-        is_new = kind.runner is None or bool(kind.outgrown(sizes))
-        if is_new and not is_capture_allowed():
+        if (kind.runner is None or kind.outgrown(sizes)) and not is_capture_allowed():
             return "no graph may be captured inside capture_allowed(False)"
         error = self._capture(kind, sizes, tensors)
         while error:

@@ -203,11 +203,9 @@ class RunnerStats:
     def prometheus(self, runner: str = "runner") -> str:
         """Prometheus' text format. Raises as StatsCollector."""
         collector = StatsCollector({runner: self})
-        from prometheus_client import CollectorRegistry, generate_latest
+        from prometheus_client import generate_latest
 
-        registry = CollectorRegistry()
-        registry.register(collector)
-        return generate_latest(registry).decode()
+        return generate_latest(collector).decode()
 
     def mark(self) -> Mark:
         """The counts now, for ``traffic``."""
@@ -256,7 +254,7 @@ class RunnerStats:
                 tokens,
                 str(is_uniform).lower(),
                 loras,
-                *count.descriptor.sizes,  # fewer than unpadded ones
+                *count.descriptor.sizes,
             )
             batches[labels] += count.calls
         return {

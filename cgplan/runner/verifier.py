@@ -54,10 +54,9 @@ class Verifier:
 
     def schedule(self, call: PreparedCall) -> None:
         mode, descriptor = call.route.key
-        batch = call.route.batch
         if self._policy != "off" and mode is not CUDAGraphMode.NONE:
             # padding of each dimension reaches rows in its own way
-            pads = map(lt, batch.box, descriptor.box)
+            pads = map(lt, call.route.batch.box, descriptor.box)
             call.due = self._due.setdefault((mode, descriptor, *pads), Due(1))
         if self._is_debug:
             call.output = partial(self._expiring, call.output)
@@ -378,7 +377,7 @@ class _Comparison:
         config = graphs.config
         if graphs.before_key is not None or config.metadata or config.lora:
             return None
-        if not self._can_repeat or not graphs.is_alone:
+        if not (self._can_repeat and graphs.is_alone):
             return None
         is_padded_within = route.batch.sizes != route.descriptor.sizes  # within rows
         if not is_padded_within and not self._padding():
@@ -459,8 +458,7 @@ class _Comparison:
             return False
         if not self._has_drawn and not self._are_few(wrong):
             return False
-        batch = self._route.batch
-        is_padded = batch.box != self._route.descriptor.box
+        is_padded = self._route.batch.box != self._route.descriptor.box
         if is_padded and self._has_rows and not self._has_drawn and not self._rounds(eager):
             return False
         self.begin.put_back()

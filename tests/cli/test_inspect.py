@@ -56,6 +56,14 @@ def test_inspect_prints_a_plan_that_it_reads_again(home: Path) -> None:
     assert good("inspect", "plan.json").stdout in good("inspect", "--config", "good.yaml").stdout
 
 
+def test_inspect_notes_that_no_input_counts_rows(home: Path) -> None:
+    """As in what `init` writes where all arguments have defaults."""
+    (home / "none.yaml").write_text("model: {target: my_model.py:build}\ninputs: {}\n")
+    said = "note: no input counts rows: a capture needs one"
+    assert said in good("inspect", "--config", "none.yaml").stderr
+    assert said not in good("inspect", "--config", "good.yaml").stderr
+
+
 def test_inspect_shows_the_plan_first_and_then_the_values_that_were_set(home: Path) -> None:
     asked = ("inspect", "--config", "good.yaml", "--set", "lora.max_loras=2")
     brief, whole = good(*asked).stdout, good(*asked, "--all").stdout

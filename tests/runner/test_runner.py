@@ -995,6 +995,21 @@ def test_a_failure_of_the_model_names_the_arguments_of_its_forward(backend: Grap
     assert "inputs against the model's forward(picture, scale)." in caught.value.remedy
 
 
+def test_a_failure_of_the_model_shows_that_its_forward_takes_any_name(
+    backend: GraphBackend,
+) -> None:
+    """As those of transformers, where a wrong name is no TypeError."""
+
+    def model(picture: Tensor | None = None, **kwargs: Tensor) -> Tensor:
+        assert kwargs
+        return picture * 2  # type: ignore[operator]
+
+    with pytest.raises(ModelError, match="NoneType") as caught:
+        open_runner(backend, model)
+    wanted = "Check the declared inputs against the model's forward(picture, **kwargs)."
+    assert caught.value.remedy.startswith(wanted)
+
+
 def test_a_failure_under_capture_names_the_users_line(backend: GraphBackend) -> None:
     runs = Tally()
 
