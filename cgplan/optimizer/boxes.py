@@ -919,11 +919,10 @@ class _BoxProblem:
         runs = boxes[self._runs_in(boxes)].T
         for dim, sizes, padded in zip(self._dims[1:], self._least.T[1:], runs[1:], strict=True):
             if isinstance(dim.sizes, tuple):
-                widened = np.intersect1d(sizes[sizes < padded], dim.sizes)
                 warnings += [
                     f"batches of {dim.name} {size} run in larger boxes: right only where padding "
                     f"of {dim.name} has no effect"
-                    for size in widened
+                    for size in np.intersect1d(sizes[sizes < padded], dim.sizes)
                 ]
         lower = min(lower / self._total, step)
         return Evidence(

@@ -94,11 +94,11 @@ class Verifier:
                 due.left = due.verified_at
             return
         due.verified_at = 0
-        batch = call.route.batch
         names = self._graphs.config.dim_names[1:]
+        sizes = call.route.batch.sizes, record.descriptor.sizes
         padded = ""
         remedy = ""
-        for name, size, most in zip(names, batch.sizes, record.descriptor.sizes, strict=True):
+        for name, size, most in zip(names, *sizes, strict=True):
             if size < most:
                 padded += f"; {name} {size} is padded to {most}"
                 remedy += f"List {size} in dims.{name}.sizes, or make a runner for each. "
@@ -377,7 +377,7 @@ class _Comparison:
         config = graphs.config
         if graphs.before_key is not None or config.metadata or config.lora:
             return None
-        if not (self._can_repeat and graphs.is_alone):
+        if not self._can_repeat or not graphs.is_alone:
             return None
         is_padded_within = route.batch.sizes != route.descriptor.sizes  # within rows
         if not is_padded_within and not self._padding():
