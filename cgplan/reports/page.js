@@ -2,10 +2,11 @@
 "use strict";
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-const scaled = (value, step, [name, ...larger]) =>
-  Math.abs(value) >= step && larger.length
-    ? scaled(value / step, step, larger)
-    : `${Number(value.toPrecision(3)).toLocaleString("en")} ${name}`;
+const scaled = (value, step, [name, ...larger]) => {
+  if (value === 0) return "0";
+  if (Math.abs(value) >= step && larger.length) return scaled(value / step, step, larger);
+  return `${Number(value.toPrecision(3)).toLocaleString("en")} ${name}`;
+};
 const UNITS = {
   bytes: (value) => scaled(value, 1024, ["B", "KiB", "MiB", "GiB"]),
   us: (value) => scaled(value, 1000, ["us", "ms", "s"]),
@@ -28,7 +29,7 @@ const ascending = (rows, column) => [...rows].sort((a, b) => Number(a[column]) -
 const category = (rows, column) => ({ type: "category", data: unique(rows, column).map(String) });
 const tip = (text) => ({ formatter: (item) => echarts.format.encodeHTML(text(item)) });
 const value = (chart) => (
-  { type: "value", splitNumber: innerWidth < 600 ? 3 : 5, axisLabel: { hideOverlap: true, formatter: UNITS[chart.unit] } });
+  { type: "value", splitNumber: innerWidth >= 600 ? 5 : chart.unit === "share" ? 2 : 3, axisLabel: { hideOverlap: true, formatter: UNITS[chart.unit] } });
 
 /** How wide a text is in a chart. */
 const pen = document.createElement("canvas").getContext("2d");

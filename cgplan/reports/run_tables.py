@@ -390,7 +390,7 @@ def unsure(report: LatencyReport) -> list[str]:
     advice = "measure again on an idle machine"
     if report.environment.threads != 1:
         advice += ", on a CPU with OMP_NUM_THREADS=1"
-    return [f"Not to be trusted, as over twice the fastest call: {listed(found)} tokens; {advice}"]
+    return [f"Not to be trusted, as over twice the fastest call: {listed(found)} tokens; {advice}."]
 
 
 SPEED_UP = Column("speed-\nup", lambda r: "unsure" if r.unsure else format_ratio(r.speedup))
@@ -449,7 +449,7 @@ def _floor_rows(report: LatencyReport) -> Iterator[Fact]:
             which = "KV caches, tables, operands of custom operators"
             yield "besides", f"{rest} ({which}), of which a step may read a part: {took} for all"
     else:
-        yield "floor", "not measured, which takes an idle GPU with 512 MiB free"
+        yield "floor", "not measured: it needs an idle GPU with 512 MiB free"
 
 
 def floor(report: LatencyReport) -> Grid | None:

@@ -86,6 +86,12 @@ def until(page: Any, condition: str) -> None:
     raise AssertionError(f"not so after 30 s: {condition}")
 
 
+def narrow(page: Any) -> None:
+    page.set_viewport_size({"width": 400, "height": 800})
+    charts = "[...document.querySelectorAll('.chart svg')]"
+    until(page, f"{charts}.every(chart => chart.clientWidth < 400)")  # they are drawn again
+
+
 def test_options_are_copied_or_selected(shown: Any) -> None:
     page = shown("plan")
     page.get_by_role("button", name="Copy").click()
@@ -98,7 +104,7 @@ def test_options_are_copied_or_selected(shown: Any) -> None:
 @pytest.mark.parametrize("name", REPORTS)
 def test_a_narrow_window_is_not_scrolled_sideways(shown: Any, name: str) -> None:
     page = shown(name)
-    page.set_viewport_size({"width": 400, "height": 800})
+    narrow(page)
     until(page, "document.documentElement.scrollWidth === 400")
     for chart in page.locator(".chart svg").all():
         assert chart.bounding_box()["width"] < 400, "charts are drawn again"
@@ -144,7 +150,7 @@ def test_a_figure_of_two_reports_names_the_file_of_each_line(shown: Any) -> None
 
 def test_a_legend_has_all_its_names_in_a_narrow_window(shown: Any) -> None:
     page = shown("plan")
-    page.set_viewport_size({"width": 400, "height": 800})
+    narrow(page)
     texts = page.locator(".chart").first.locator("svg text").all_text_contents()
     assert {"this plan", "configured", "vllm", "sglang", "trtllm", "powers_of_two", "eager"} <= set(
         texts
@@ -153,12 +159,23 @@ def test_a_legend_has_all_its_names_in_a_narrow_window(shown: Any) -> None:
 
 def test_a_long_name_of_an_axis_keeps_its_size(shown: Any) -> None:
     page = shown("gpu")
-    page.set_viewport_size({"width": 400, "height": 800})
+    narrow(page)
     section = page.locator("section", has=page.get_by_role("heading", name="Start-up"))
     names = section.locator("svg text").all_text_contents()
     keys = [name for name in names if re.search(r": \d+$", name)]
     assert len(keys) == len(set(keys)) == len(REPORTS["gpu"].records)
     assert [name for name in keys if re.search(r"\.\.\.: \d+$", name)]
+
+
+def test_an_axis_ends_with_all_of_it_and_begins_with_0(shown: Any) -> None:
+    page = shown("plan")
+    narrow(page)
+    padding = page.locator("section", has=page.get_by_role("heading", name="Padding"))
+    texts = padding.locator("svg text").all_text_contents()
+    assert "100%" in texts
+    assert "120%" not in texts
+    start_up = page.locator("section", has=page.get_by_role("heading", name="Start-up"))
+    assert "0" in start_up.locator("svg text").all_text_contents()
 
 
 def test_a_list_is_searched_by_words_in_any_order(shown: Any) -> None:
@@ -234,7 +251,7 @@ def test_a_range_that_is_dragged_is_zoomed(shown: Any) -> None:
 
 def test_a_map_has_whole_words_or_none(shown: Any) -> None:
     page = shown("bench")
-    page.set_viewport_size({"width": 400, "height": 800})
+    narrow(page)
     maps = page.locator("section", has=page.get_by_role("heading", name="Memory")).locator(".chart")
     sync_api.expect(maps.first.locator("svg text").first).to_be_attached()
     texts = [text for text in maps.locator("svg text").all_text_contents() if text]

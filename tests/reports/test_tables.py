@@ -275,9 +275,9 @@ def test_a_bench_says_what_no_replay_can_be_faster_than() -> None:
     assert isinstance(report, BenchReport)
     said = render_text(report)
     assert "cannot be faster" not in said
-    assert "not measured, which takes an idle GPU with 512 MiB free" in said
+    assert "not measured: it needs an idle GPU with 512 MiB free" in said
     on_cpu = render_text(golden_report("bench_against"))
-    assert "floor  not measured, which takes an idle GPU" in on_cpu
+    assert "floor  not measured: it needs an idle GPU" in on_cpu
     floor = FloorRecord(weight_bytes=2_000_000, bytes_per_us=1_000.0, kernel_us=1.5)
     text = render_text(report.model_copy(update={"floor": floor}))
     title, table = text.split("What a replay cannot be faster than")
