@@ -50,7 +50,10 @@ def on_post_page(output: str, **_: Any) -> str:
 
 def breakable(found: re.Match[str]) -> str:
     text = found.group()
-    return text if text.startswith("<pre") else re.sub(r"(?<=[\w)])([_./(]+)(?=\w)(?![^<]*>)", r"\1<wbr>", text)
+    if text.startswith("<pre"):
+        return text
+    whole = text.replace("={", '<span class="whole">={</span>')  # chromium would break there
+    return re.sub(r"(?<=[\w)])([_./(]+)(?=\w)(?![^<]*>)", r"\1<wbr>", whole)
 
 
 class PlainSignatures(griffe.Extension):
