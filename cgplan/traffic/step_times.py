@@ -388,8 +388,8 @@ class TimeCurve(Record):
         height = raised[size]
         if height > value * (1 + WORTH_A_NOTE):
             yield (
-                f"{name} at {size} tokens took {value:.0f} us, a smaller batch {height:.0f} us: "
-                "raised to that, since more tokens do not take less time"
+                f"{name} at {size} tokens took {format_microseconds(value)}, a smaller batch "
+                f"{format_microseconds(height)}: raised to that, as more tokens take no less time"
             )
         last = self.points[-1][0]
         if len(self.points) < 2:

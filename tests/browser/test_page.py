@@ -92,6 +92,18 @@ def narrow(page: Any) -> None:
     until(page, f"{charts}.every(chart => chart.clientWidth < 400)")  # they are drawn again
 
 
+def test_many_notes_are_folded_below_the_verdict_and_warnings(shown: Any) -> None:
+    page = shown("plan")
+    noted = page_of(REPORTS["plan"]).notes
+    notes = [text for label, text in noted if label == "note"]
+    assert len(notes) > 3
+    listed = page.locator(".notes li")
+    assert listed.filter(has_text="verdict:").is_visible()
+    assert listed.filter(has_text=notes[0]).is_hidden()
+    page.get_by_text(f"{len(notes)} notes").click()
+    assert listed.filter(has_text=notes[0]).is_visible()
+
+
 def test_options_are_copied_or_selected(shown: Any) -> None:
     page = shown("plan")
     page.get_by_role("button", name="Copy").click()

@@ -144,7 +144,7 @@ def test_times_between_and_beyond_points(
             {"NONE": {1: 20}, "FULL": {1: 5, 2: 6}},
             "FULL beyond 2 tokens was not measured: 1 us for each more token; it saves less",
         ),
-        ({"FULL": {1: 10.0, 64: 5.0}}, "FULL at 64 tokens took 5 us, a smaller batch 10 us"),
+        ({"FULL": {1: 10.0, 64: 5.0}}, "FULL at 64 tokens took 5.00 us, a smaller batch 10.0 us"),
         ({"NONE": {1: 100}, "FULL": {1: 20}}, "PIECEWISE was not measured"),
     ],
 )
