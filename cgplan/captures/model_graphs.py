@@ -27,6 +27,7 @@ from cgplan.graphs.change_detector import AddressChecks
 from cgplan.graphs.fingerprint import Change, Fingerprint, is_ignored, is_within
 from cgplan.graphs.footprint import Footprint, look
 from cgplan.graphs.put_back import PutBack
+from cgplan.graphs.walk import PLAIN
 from cgplan.graphs.wrapper import CUDAGraphEntry, CUDAGraphWrapper, GraphPool, RunnerPools
 from cgplan.graphs.written import copy_limit
 from cgplan.modes import BatchDescriptor, CUDAGraphMode, Key
@@ -111,6 +112,8 @@ class ForwardFacts:
         restored: Of these, what comparisons put back: another size may go on with it.
         is_coarse: In half precision or TensorFloat32.
         outside: Tensors that graphs read, neither the model's nor inputs.
+        numbers: Containers and keys of plain values that first runs set: pieces may read what
+            another run left.
     """
 
     def __init__(self) -> None:
@@ -122,6 +125,7 @@ class ForwardFacts:
         self.restored = dict[str, Tensor]()
         self.bytes_read = dict[tuple[int, int], dict[int, int]]()
         self.changes_python = set[str]()
+        self.numbers = dict[str, tuple[Any, Any]]()
         self.is_coarse = False
         self.outside = list[Tensor]()
         self.notes = list[str]()
@@ -333,12 +337,8 @@ class ModelGraphs:
         descriptor: BatchDescriptor,
         tensors: Tensors,
     ) -> Any:
-        inputs = {}
-        for name in self.config.inputs:
-            inputs[name] = tensors[name]
-        metadata = DeclaredMetadata()
-        for name in self.config.metadata:
-            metadata[name] = tensors[name]
+        inputs = {name: tensors[name] for name in self.config.inputs}
+        metadata = DeclaredMetadata({name: tensors[name] for name in self.config.metadata})
         with (
             torch.no_grad(),
             forward_context(
@@ -421,6 +421,14 @@ class ModelGraphs:
                 self._end_rehearsal(put_back)
             put_back.storages.clear()
 
+    def numbers(self) -> dict[str, Any]:
+        found = {}
+        for path, (container, key) in self.facts.numbers.items():
+            with suppress(LookupError, AttributeError, ValueError):
+                if type(value := container[key]) in PLAIN:
+                    found[path] = value
+        return found
+
     def fingerprint(self) -> Fingerprint:
         if self._fingerprint and not self._fingerprint.changes():
             return self._fingerprint
@@ -455,10 +463,15 @@ class ModelGraphs:
         )
         facts = self.facts
         of_sizes = []
-        for path in put_back.python_of_sizes:
+        for path, change in put_back.values_made.items():
             is_told = path in facts.changes_python
-            if not is_told and not is_ignored(path, self.config.compilation.ignore):
-                of_sizes += self.frozen(self.plan.mode, [path])
+            is_told |= is_ignored(path, self.config.compilation.ignore)
+            if is_told or not self.frozen(self.plan.mode, [path]):
+                continue
+            if change.where and hasattr(change.where[0], "__setitem__"):  # no length
+                facts.numbers[path] = change.where
+            if path in put_back.volatile:
+                of_sizes.append(path)
         if of_sizes:
             facts.note(
                 f"the forward sets {_listed(of_sizes)} anew for each size; a replay does not, so "
@@ -475,13 +488,7 @@ class ModelGraphs:
             if not written.is_captured:
                 facts.overwritten.discard(storage._cdata)
             # other views may be written
-            whole = torch.empty(
-                0,
-                dtype=tensor.dtype,
-                device=tensor.device,
-            )
-            count = nbytes // tensor.itemsize
-            whole.set_(storage, 0, (count,), (1,))
+            whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage)
             if nbytes <= most_compared or storage._cdata not in facts.overwritten:
                 facts.written[written.path] = whole
                 continue
@@ -904,7 +911,8 @@ class Rehearsal:
             raise CaptureError(
                 f"an eager piece reads {_listed(stale)}, which graph code binds on each call; a "
                 "replay would not",
-                remedy="Pass it to the piece as an argument, or have the piece compute it.",
+                remedy="Pass it to the piece as an argument, of a list or dict a copy (list(it)), "
+                "or have the piece compute it.",
             )
         if found.carried:
             raise CaptureError(

@@ -498,13 +498,23 @@ class Look(DispatchMode):
             self._of_piece = set(map(id, tensors_in((args, kwargs))))
             self._bound_by_graphs |= _others(self._last_changes, self._changes())
             self.found.rebound += self._left.changes().values()
-        made = dict[int, object]()  # replays give lists and dicts anew
-        for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, Module | torch.Tensor):
-                continue
-            self._given[id(leaf)] = leaf
-            if id(leaf) not in self._of_state:
-                made[id(leaf)] = leaf
+        made = dict[int, object]()
+
+        def note(node: object) -> bool:
+            storages = storages_of(tensors_in(node)).keys()
+            is_computed = storages - self._of_model.keys() - self._inputs.keys()
+            if is_computed and type(node) in (list, dict):
+                return False  # replays give it anew
+            if not isinstance(node, Module | torch.Tensor | tuple):
+                self._given[id(node)] = node
+                if id(node) not in self._of_state:
+                    made[id(node)] = node
+            return False
+
+        tree_leaves(
+            (*args, *kwargs.values()),
+            is_leaf=note,
+        )
         given = self._record_of(made)
         try:
             with (

@@ -316,14 +316,14 @@ class PutBack:
         return {path: uses for path, uses in found.items() if lasting.issuperset(uses.runs)}
 
     @property
-    def python_of_sizes(self) -> list[str]:
-        """Paths of values, not tensors, that first runs of several keys changed."""
-        found = []
-        for path, uses in self.made.items():
-            change = self.last.get(path)
-            if change and len(uses.runs) > 1 and not is_tensor(change.now):
-                found.append(path)
-        return found
+    def values_made(self) -> dict[str, Change]:
+        """What is made and no tensor, by path."""
+        made = self.made
+        return {
+            path: change
+            for path, change in self.last.items()
+            if path in made and not is_tensor(change.now)
+        }
 
     @property
     def has_first_use(self) -> bool:
@@ -476,10 +476,7 @@ class PutBack:
 
 
 def _runs_of(made: Mapping[str, Uses]) -> set[int]:
-    found = set[int]()
-    for uses in made.values():
-        found.update(uses.runs)
-    return found
+    return set[int]().union(*(uses.runs for uses in made.values()))
 
 
 def _differing(

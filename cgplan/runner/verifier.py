@@ -9,6 +9,7 @@ Note [Verification]
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterable
@@ -24,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from cgplan.backends.backend import tensor_on
 from cgplan.backends.host_sync import storage_id
 from cgplan.buffers.compare import Difference, compare, differences, is_equal
-from cgplan.buffers.static import torch_dtype
+from cgplan.buffers.static import CopyIn, torch_dtype
 from cgplan.captures.failures import explain_eager_failure, raise_caused
 from cgplan.captures.model_graphs import ModelGraphs
 from cgplan.errors import NumbersError
@@ -34,6 +35,7 @@ from cgplan.modes import BatchDescriptor, CUDAGraphMode, Key
 from cgplan.reports.records import VerifyRecord
 from cgplan.runner.prepared import NO_COMPARISON, Due, PreparedCall, Values
 
+logger = logging.getLogger(__name__)
 _COPIES = 4  # of the state, at one time
 _FEW = 0.25  # of the elements, where a router sends rows elsewhere
 
@@ -51,19 +53,35 @@ class Verifier:
         self._copied = _copied_inputs(graphs)
         self._due: dict[tuple[CUDAGraphMode, BatchDescriptor, *tuple[bool, ...]], Due] = {}
         self._handed: list[Tensor] = []
+        self._has_told = False
 
     def schedule(self, call: PreparedCall) -> None:
         mode, descriptor = call.route.key
         if self._policy != "off" and mode is not CUDAGraphMode.NONE:
             # padding of each dimension reaches rows in its own way
             pads = map(lt, call.route.batch.box, descriptor.box)
-            call.due = self._due.setdefault((mode, descriptor, *pads), Due(1))
+            due = Due(1, numbers=self._graphs.numbers())
+            call.due = self._due.setdefault((mode, descriptor, *pads), due)
+            if mode is CUDAGraphMode.PIECEWISE and call.due.numbers:
+                call.copy_in = partial(self._copy_in, call.copy_in, call.due)
         if self._is_debug:
             call.output = partial(self._expiring, call.output)
 
     def forget(self, keys: Iterable[Key]) -> None:
         gone = set(keys)
         self._due = {of: due for of, due in self._due.items() if of[:2] not in gone}
+
+    def _copy_in(
+        self,
+        copy_in: CopyIn,
+        due: Due,
+        *batch: Any,
+    ) -> None:
+        """A replay's pieces read what another run set: it is compared once more."""
+        if due.numbers and due.numbers != self._graphs.numbers():
+            due.left = 1
+            due.numbers = {}
+        copy_in(*batch)
 
     def _expiring(self, output: Callable[[], Any]) -> Any:
         """A copy of an output; the next call fills it with NaN."""
@@ -89,6 +107,9 @@ class Verifier:
         if record.failure is None:
             if self._policy == "first":
                 due.left = NO_COMPARISON
+                if record.remark and not self._has_told:
+                    logger.warning("%s", record)
+                    self._has_told = True
             elif self._policy == "rarely":
                 due.verified_at = 2 * due.verified_at or 1
                 due.left = due.verified_at
@@ -171,6 +192,8 @@ class _Moment:
         python: Fingerprint | None = None,
     ) -> None:
         self._python = python
+        self._numbers = graphs.numbers()
+        self._places = graphs.facts.numbers
         self._ignore = graphs.config.compilation.ignore
         self._copies = list[tuple[UntypedStorage, UntypedStorage]]()
         self.state = list[Tensor]()
@@ -199,6 +222,9 @@ class _Moment:
             storage.copy_(copy)
         for generator, state in self.random.items():
             generator.set_state(state)
+        for path, value in self._numbers.items():
+            container, key = self._places[path]
+            container[key] = value
         return self._python is None or self._python.undo_attributes(self._ignore)
 
 

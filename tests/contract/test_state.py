@@ -7,7 +7,7 @@ import operator
 import threading
 import types
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import cache, partial
@@ -2156,6 +2156,58 @@ def test_an_object_that_graph_code_changes_between_eager_pieces_is_refused(
     with closing(open_runner(backend, model, cudagraph_mode="FULL")) as runner:
         x = torch.rand(3, 2, device=backend.device)
         same(runner(x=x), model(x))
+
+
+class Sums(nn.Module):
+    """Pieces are given a container, which graph code fills between them."""
+
+    class Piece(nn.Module):
+        def forward(self, held: Any) -> Tensor:
+            return sum(held.values() if isinstance(held, dict) else held) * 2  # type: ignore[no-any-return]
+
+    def __init__(self, make: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.pieces = nn.ModuleList([self.Piece(), self.Piece()])
+        self.make = make
+
+    def forward(self, x: Tensor) -> Tensor:
+        held = self.make(x)
+        for piece in self.pieces:
+            y = piece(held)
+            if isinstance(held, dict):
+                held["x"] = y * 2
+            else:
+                held.append(y)
+        return y + 1  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: [x],
+        lambda x: {"x": x},
+        lambda x: deque([x * 1]),
+        lambda x: OrderedDict(x=x * 1),
+    ],
+)
+def test_a_container_that_graph_code_changes_between_eager_pieces_is_refused(
+    backend: GraphBackend, make: Callable[[Tensor], Any]
+) -> None:
+    options = {"cudagraph_mode": "PIECEWISE", "splitting_modules": ["pieces.*"], "verify": "off"}
+    with pytest.raises(CaptureError, match="which graph code binds on each call"):
+        open_runner(backend, Sums(make), **options)
+
+
+@pytest.mark.parametrize("make", [lambda x: [x * 1], lambda x: {"x": x * 1}])
+def test_replays_give_eager_pieces_lists_and_dicts_anew(
+    backend: GraphBackend, make: Callable[[Tensor], Any]
+) -> None:
+    model = Sums(make)
+    options = {"cudagraph_mode": "PIECEWISE", "splitting_modules": ["pieces.*"], "verify": "off"}
+    with closing(open_runner(backend, model, **options)) as runner:
+        for rows in (4, 2, 2):
+            x = torch.rand(rows, 2, device=backend.device)
+            same(runner(x=x), model(x))
 
 
 def test_a_cache_of_each_call_that_an_eager_piece_fills_is_refused(backend: GraphBackend) -> None:
