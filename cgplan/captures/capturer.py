@@ -268,6 +268,8 @@ class Capturer:
         graphs = self._graphs
         compiled = _Clock.now().compile_seconds
         self._run(rehearsal, key, runs)
+        if key in rehearsal.put_back.storages.unsure:
+            self._run(rehearsal, key, 1)
         is_quiet = _Clock.now().compile_seconds == compiled
         self._quiet_keys = self._quiet_keys + 1 if is_quiet else 0
         lane = Lane.of(*key)
@@ -299,7 +301,9 @@ class Capturer:
         for _ in range(times):
             log: RunLog | None = None
             # other sizes write and read other tensors, and so do runs after first use
-            is_other = put_back.is_first_run or put_back.has_first_use
+            is_other = (
+                put_back.is_first_run or put_back.has_first_use or key in put_back.storages.unsure
+            )
             if outside or (can_watch and is_other):
                 tensors = [*put_back.before.tensors, *graphs.views(key[1]).values()]
                 log = RunLog(

@@ -201,6 +201,8 @@ class WrittenStorages:
         watched: Ids of storages that operators of this run wrote, and, of those, overwrote unread,
             if operators were watched.
         newly_written: Paths of tensors that the last run wrote, and another one did not.
+        unsure: Keys whose first run wrote what others did not, and no version shows it: nor would
+            a capture.
         lost: Paths of tensors that were copied only after a run had written them.
     """
 
@@ -213,6 +215,7 @@ class WrittenStorages:
         self.by_address: dict[int, Written] = {}
         self.copied = Counter[Outcome]()
         self.newly_written: list[str] = []
+        self.unsure = set[object]()
         self.lost: list[str] = []
         self._unowned: dict[int, _Unowned] = {}
         self.watched: tuple[set[int], set[int]] | None = None
@@ -254,9 +257,7 @@ class WrittenStorages:
             if address in self.of_model:
                 copied = self._copies.get(address)
                 copied = copied or self._copied(*self.of_model[address], storage)
-                self._copies[address] = copied
-                if looks or copied.version is None:
-                    self.by_address[address] = copied
+                self.by_address[address] = copied
                 continue
             if not looks:
                 continue
@@ -375,6 +376,8 @@ class WrittenStorages:
                 written.count_run(run, is_seen=is_seen)
                 if run.number in written.uses.runs and written.uses.skipped:
                     self.newly_written.append(written.path)
+                    if is_seen and not (run.is_later or written.uses.runs[run.number]):
+                        self.unsure.add(run.key)
         self._unowned.clear()
         self.watched = None
 

@@ -800,6 +800,47 @@ def test_a_table_behind_a_hidden_flag_stays_filled(
             same(model(x), plain(x))
 
 
+class WritesUncounted(nn.Module):
+    """One size writes in place, on first use or in each run, and no version shows it."""
+
+    def __init__(self, device: torch.device, *, by_data: bool, numel: int, once: bool) -> None:
+        super().__init__()
+        self.piece = nn.Linear(2, 2, device=device)
+        self.register_buffer("table", torch.zeros(numel, device=device))
+        self.by_data = by_data
+        self.once = once
+        self.is_done = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) == 2 and not self.is_done:
+            (self.table.data if self.by_data else self.table).add_(1)
+            self.is_done = self.once
+        return self.piece(x * 2) + self.table[:2]
+
+
+@pytest.mark.parametrize("by_data", [False, True])
+@pytest.mark.parametrize("numel", [2, 300_000])
+@pytest.mark.parametrize("once", [False, True])
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_a_write_that_no_version_shows_is_put_back_or_stays_with_its_flag(
+    backend: GraphBackend, by_data: bool, numel: int, once: bool, mode: str
+) -> None:
+    warm = {"cudagraph_num_of_warmups": 1, "cudagraph_mode": mode, "verify": "off"}
+    pieces = ["piece"] if mode == "PIECEWISE" else []
+    with torch.inference_mode(not by_data), torch.no_grad():
+        model = WritesUncounted(backend.device, by_data=by_data, numel=numel, once=once)
+        with closing(open_runner(backend, model, splitting_modules=pieces, **warm)) as runner:
+            assert model.table[0] == model.is_done == once
+            for rows in (4, 2, 1, 2):
+                x = torch.rand(rows, 2, device=backend.device)
+                before = model.table.clone()
+                found = runner(x=x)
+                after = model.table.clone()
+                model.table.copy_(before)
+                same(found, model(x))
+                same(after, model.table)
+
+
 class Scaled:
     def __init__(self) -> None:
         self.by: float | None = None
