@@ -254,8 +254,9 @@ class RunnerStats:
                 tokens,
                 str(is_uniform).lower(),
                 loras,
-                *count.descriptor.sizes,
             )
+            if count.reason is None:
+                labels += count.descriptor.sizes
             batches[labels] += count.calls
         return {
             "replays": replays,

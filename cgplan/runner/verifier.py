@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
 from operator import lt
@@ -31,7 +31,7 @@ from cgplan.captures.model_graphs import ModelGraphs
 from cgplan.errors import NumbersError
 from cgplan.graphs.fingerprint import Change, Fingerprint, Place
 from cgplan.graphs.written import copy_limit, version_of
-from cgplan.modes import BatchDescriptor, CUDAGraphMode, Key
+from cgplan.modes import CUDAGraphMode, Key
 from cgplan.reports.records import VerifyRecord
 from cgplan.runner.prepared import NO_COMPARISON, Due, PreparedCall, Values
 
@@ -51,25 +51,27 @@ class Verifier:
         elif graphs.is_alone:
             self._policy = compilation.verify
         self._copied = _copied_inputs(graphs)
-        self._due: dict[tuple[CUDAGraphMode, BatchDescriptor, *tuple[bool, ...]], Due] = {}
+        self._due: dict[tuple[Key, tuple[bool, ...]], Due] = {}
         self._handed: list[Tensor] = []
         self._has_told = False
 
     def schedule(self, call: PreparedCall) -> None:
-        mode, descriptor = call.route.key
+        key = call.route.key
+        mode, descriptor = key
         if self._policy != "off" and mode is not CUDAGraphMode.NONE:
             # padding of each dimension reaches rows in its own way
-            pads = map(lt, call.route.batch.box, descriptor.box)
+            pads = tuple(map(lt, call.route.batch.box, descriptor.box))
             due = Due(1, numbers=self._graphs.numbers())
-            call.due = self._due.setdefault((mode, descriptor, *pads), due)
+            call.due = self._due.setdefault((key, pads), due)
             if mode is CUDAGraphMode.PIECEWISE and call.due.numbers:
                 call.copy_in = partial(self._copy_in, call.copy_in, call.due)
         if self._is_debug:
             call.output = partial(self._expiring, call.output)
 
-    def forget(self, keys: Iterable[Key]) -> None:
-        gone = set(keys)
-        self._due = {of: due for of, due in self._due.items() if of[:2] not in gone}
+    def forget(self, keys: Collection[Key]) -> None:
+        for of in list(self._due):
+            if of[0] in keys:
+                del self._due[of]
 
     def _copy_in(
         self,
