@@ -127,7 +127,8 @@ class BatchReader:
         for symbol in counted:
             count = getattr(batch, symbol)
             wanted = getattr(descriptor, symbol)
-            if count and wanted and count != wanted:
+            is_known = count not in (None, ()) and wanted not in (None, ())
+            if is_known and count != wanted:
                 raise InputError(
                     f"the inputs are a batch of {symbol} = {count}, the forward context's "
                     f"descriptor says {wanted!r}",
