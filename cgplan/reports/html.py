@@ -53,7 +53,7 @@ NOTED = (  # facts of the text that a page has, too
     "traffic",
     "step times",
     "times",
-    "predicted",
+    "costs",
     "weighed",
     "warning",
     "note",

@@ -142,7 +142,7 @@ def _rows(plan: Plan) -> Iterator[Fact]:
     }
     yield "memory", memory_text(parts, cost.total_bytes)
     yield "start-up", format_seconds(cost.seconds)
-    yield "predicted", f"by {predicted_by(cost)}"
+    yield "costs", predicted_by(cost)
     machine = plan.machine
     if machine:
         version = f", driver {machine.driver}" if machine.driver else ""

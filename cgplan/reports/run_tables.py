@@ -206,7 +206,7 @@ def _prediction(report: CaptureReport) -> Iterator[Fact]:
         parts.append(("workspaces", predicted.workspace_bytes, report.workspace_bytes))
         parts.append(("driver", predicted.driver_bytes, report.graph_driver_bytes))
     parts.append(("memory", sum(part[1] for part in parts), report.graph_bytes))
-    yield "predicted", f"by {predicted_by(predicted)}"
+    yield "costs", predicted_by(predicted)
     yield from labelled("note", predicted.notes)
     yield from labelled("note", _without_graph(report))
     for name, *both in parts:

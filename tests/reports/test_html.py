@@ -317,7 +317,7 @@ def test_a_page_says_where_its_figures_are_from() -> None:
     plan = dict(page_of(plan_named("plan_traffic")).notes)
     assert plan["traffic"] == "hist.csv: histogram: 1,275 steps"
     assert plan["step times"] == "times.csv; eager takes 1.01 ms a step"
-    assert plan["predicted"].startswith("by measured: a capture of 12 keys on AMD EPYC")
+    assert plan["costs"].startswith("measured: a capture of 12 keys on AMD EPYC")
 
 
 def test_boxes_have_a_map_of_their_padding() -> None:
