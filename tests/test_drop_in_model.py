@@ -858,6 +858,8 @@ def test_a_saved_configuration_calls_as_calls_were(
     values["device"] = str(backend.device)
     (tmp_path / "turned.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
     runner = cgplan.capture(config=tmp_path / "turned.yaml")
+    assert not runner.report.warnings
+    assert not runner.report.state, "nothing of cgplan's own"
     named = {"batch.x": x, "batch.pair.0": y, "more.0": z, "other": z}
     assert set(named) == set(values["inputs"])
     close(runner(**named)[:2], (wanted.points.x, wanted.points.y) if whole else wanted)

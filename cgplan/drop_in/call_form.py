@@ -467,7 +467,8 @@ class ByName(nn.Module):
         values = [tensors[name] for name in self.names or tensors]
         args, kwargs = self.arguments(values)
         form, leaves = taken_apart(wrapped(*args, **kwargs))
-        self.outputs[shapes_of(values)] = form, shapes_of(leaves)
+        if not self.names:  # set where a file is captured
+            self.outputs[shapes_of(values)] = form, shapes_of(leaves)
         self.differs |= self.returns not in (None, form)
         if form == ONE_TENSOR:
             return leaves[0]
