@@ -217,7 +217,7 @@ class CapturedKeys:
             if key not in had_graph and not self.guard.allows(key):
                 if not in_service:
                     break  # the budget is spent
-                self._remember_refusal(key)
+                self._remember_refusal(key)  # in service there is one rank
                 continue
             if self.progress is not None:
                 total = done + 1 + len(waiting)
@@ -242,7 +242,7 @@ class CapturedKeys:
             self._free_all()
             self.graphs.ranks.dropped()
             done = 0
-        if self.graphs.real_rows:  # else `refill` takes them for the model's writes
+        if self.graphs.real_rows:  # `refill` would take them for the model's writes
             self.graphs.buffers.fill_padding()
 
     def _capture_one(
@@ -484,7 +484,7 @@ class BudgetGuard:
         return used + self.graph_driver_bytes
 
     def beside_pool_bytes(self) -> int:
-        """Static buffers and workspaces; caches are empty."""
+        """Static buffers and workspaces; the caller has emptied caches."""
         graphs = self._graphs
         held = graphs.backend.memory().reserved - self._reserved
         pool = graphs.pools.nbytes - self.shared_bytes

@@ -275,7 +275,7 @@ class Capturer:
         lane = Lane.of(*key)
         self._lanes.add(lane)
         smallest = key
-        for other in graphs.plan.keys:
+        for other in graphs.plan.keys:  # the largest first
             if Lane.of(*other) == lane:
                 smallest = other
         if smallest == key or self._warm_ups_of(rehearsal, smallest):
@@ -301,22 +301,26 @@ class Capturer:
         for _ in range(times):
             log: RunLog | None = None
             # other sizes write and read other tensors, and so do runs after first use
-            is_other = (
+            may_differ = (
                 put_back.is_first_run or put_back.has_first_use or key in put_back.storages.unsure
             )
-            if outside or (can_watch and is_other):
+            if outside or (can_watch and may_differ):
                 tensors = [*put_back.before.tensors, *graphs.views(key[1]).values()]
                 log = RunLog(
                     graphs.backend.device.type,
                     put_back.storages,
                     storages_of(tensors),
                 )
+                if not can_watch:
+                    put_back.storages.watched = None
+            earlier = put_back.last
             with rehearsal.judged_run(key[0]), log or nullcontext():
                 graphs.warm_up(key)
-                if log:  # ahead of the run's end, so `last` is of earlier runs
-                    found.reads |= log.outside.read_of(put_back.last, found.aside)
-            if log and outside:
-                graphs.facts.outside += log.outside.tensors()
+                if log:
+                    found.reads |= log.outside.read_of(earlier, found.aside)
+            if log:
+                changes = *earlier.values(), *put_back.last.values()
+                outside += log.outside.tensors([change.now for change in changes])
         graphs.backend.synchronize()
 
     # --- what was captured ------------------------------------------------------------------------

@@ -27,7 +27,6 @@ from cgplan.graphs.change_detector import AddressChecks
 from cgplan.graphs.fingerprint import Change, Fingerprint, is_ignored, is_within
 from cgplan.graphs.footprint import Footprint, look
 from cgplan.graphs.put_back import PutBack
-from cgplan.graphs.walk import PLAIN
 from cgplan.graphs.wrapper import CUDAGraphEntry, CUDAGraphWrapper, GraphPool, RunnerPools
 from cgplan.graphs.written import copy_limit
 from cgplan.modes import BatchDescriptor, CUDAGraphMode, Key
@@ -109,11 +108,10 @@ class ForwardFacts:
         aside: Paths that eager pieces change.
         written: State that comparisons compare and put back.
         overwritten: Ids of storages that each run overwrites unread, as far as looks saw.
-        restored: Of these, what comparisons put back: another size may go on with it.
+        read_first: Others that a look saw written: another size does not change that.
+        restored: Of ``overwritten``, what comparisons put back: another size may go on with it.
         is_coarse: In half precision or TensorFloat32.
         outside: Tensors that graphs read, neither the model's nor inputs.
-        numbers: Containers and keys of plain values that first runs set: pieces may read what
-            another run left.
     """
 
     def __init__(self) -> None:
@@ -125,7 +123,6 @@ class ForwardFacts:
         self.restored = dict[str, Tensor]()
         self.bytes_read = dict[tuple[int, int], dict[int, int]]()
         self.changes_python = set[str]()
-        self.numbers = dict[str, tuple[Any, Any]]()
         self.is_coarse = False
         self.outside = list[Tensor]()
         self.notes = list[str]()
@@ -421,14 +418,6 @@ class ModelGraphs:
                 self._end_rehearsal(put_back)
             put_back.storages.clear()
 
-    def numbers(self) -> dict[str, Any]:
-        found = {}
-        for path, (container, key) in self.facts.numbers.items():
-            with suppress(LookupError, AttributeError, ValueError):
-                if type(value := container[key]) in PLAIN:
-                    found[path] = value
-        return found
-
     def fingerprint(self) -> Fingerprint:
         if self._fingerprint and not self._fingerprint.changes():
             return self._fingerprint
@@ -463,15 +452,10 @@ class ModelGraphs:
         )
         facts = self.facts
         of_sizes = []
-        for path, change in put_back.values_made.items():
+        for path in put_back.python_of_sizes:
             is_told = path in facts.changes_python
-            is_told |= is_ignored(path, self.config.compilation.ignore)
-            if is_told or not self.frozen(self.plan.mode, [path]):
-                continue
-            if change.where and hasattr(change.where[0], "__setitem__"):  # no length
-                facts.numbers[path] = change.where
-            if path in put_back.volatile:
-                of_sizes.append(path)
+            if not is_told and not is_ignored(path, self.config.compilation.ignore):
+                of_sizes += self.frozen(self.plan.mode, [path])
         if of_sizes:
             facts.note(
                 f"the forward sets {_listed(of_sizes)} anew for each size; a replay does not, so "
@@ -485,7 +469,7 @@ class ModelGraphs:
             tensor = written.tensor
             storage = tensor.untyped_storage()
             nbytes = storage.nbytes()
-            if not written.is_captured:
+            if not written.is_captured:  # graphs do not overwrite it as eager code does
                 facts.overwritten.discard(storage._cdata)
             # other views may be written
             whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage)
@@ -535,7 +519,7 @@ class ModelGraphs:
             self.seal()
 
     def seal(self) -> None:
-        """From now, or the rehearsal's end, on missing keys and moved memory are errors."""
+        """Missing keys and moved memory are errors from now on, or from the rehearsal's end."""
         self.scope.is_open = False
         # comparisons on real rows need the fingerprint
         if self._rehearsal or self.real_rows:
@@ -723,7 +707,7 @@ class Rehearsal:
         addresses = graphs.addresses
         read = set(map(id, found.reads.values()))
         of_pieces = set[int]()
-        # else FULL graphs read the tensors of eager pieces
+        # FULL graphs would read the tensors of eager pieces
         if graphs.plan.mode is CUDAGraphMode.PIECEWISE and graphs.route.breaks:
             for module in graphs.route.breaks.modules.values():
                 of_pieces.update(map(id, module.parameters()))
@@ -734,7 +718,6 @@ class Rehearsal:
                 addresses.reads.add(path)
             elif id(place.value) in of_pieces and path not in addresses.reads:
                 addresses.volatile.add(path)
-        # by another size, or a later run
         facts.read_first |= found.written - found.overwritten
         facts.overwritten |= found.overwritten
         facts.overwritten -= facts.read_first

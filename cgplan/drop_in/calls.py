@@ -148,7 +148,7 @@ class Calls:
                     return self._learn_or_capture(call)
             if self._is_shared(kind, tensors):
                 return self._run_model(_SHARED, args, kwargs)
-            # objects are compared in the loop above; a guard of (x, x) takes (x, y), none (x, x)
+            # objects are compared in the loop above; guards of (x, x) take (x, y), too
             if not (prepared or kind.objects or tail.same):
                 self._last = form, mode, GlobalStateGuard().check, kind.runner, kind
             return self._replay(kind, tensors, args, kwargs, prepared)
@@ -257,7 +257,7 @@ class Calls:
             kind.take_objects(self.pool.backend.device)
         if kind.route(sizes).missing is None:
             self._remember(call, kind)
-        with kind.runner.no_capture():  # room was made for one alone
+        with kind.runner.no_capture():  # `_make_room` made room for one
             return self._replay(kind, tensors, args, kwargs)
 
     def _run_refused(

@@ -51,6 +51,12 @@ _PAD = 'Pass values by input: pad={"x": -1}.'
 _SIZES = "Pass a list of sizes, or the name of a ladder: sizes=[1, 2, 4]."
 _MAX_GRAPHS = "Pass a number: max_graphs=16."
 _STRICT = "Pass strict=True, or leave it out."
+_MOST_KINDS = 256
+_MANY_SHAPES = 16
+_MOST_STATES = 2  # of an object that graphs serve: as it was made, and filled
+NEW_STATES = "an object argument is new or in another state at each call"
+_EXACT = "so nothing is padded, and each shape has its own graph"
+logger = logging.getLogger(__name__)
 _IGNORE = 'Pass a list: ignore=["model.calls"].'
 
 NamedShapes = dict[str, list[int | str]]
@@ -194,14 +200,6 @@ def _dim_of(given: Any) -> Dim | str:
             max=given.max,
         )
     return str(name)
-
-
-_MOST_KINDS = 256
-_MANY_SHAPES = 16
-_MOST_STATES = 2  # of an object that graphs serve: as it was made, and filled
-NEW_STATES = "an object argument is new or in another state at each call"
-_EXACT = "so nothing is padded, and each shape has its own graph"
-logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, repr=False)
@@ -576,7 +574,7 @@ class Learner:
                 look(first_calls, kept, inputs=call.tensors)
             if failed or kept.prepared or kept.value_read or kept.made_of_inputs:
                 kept.keeps_first_use = False
-            kept.keeps_containers = kind.stage is not Stage.EAGER  # no graph relies on them
+            kept.keeps_containers = kind.stage is not Stage.EAGER  # else no graph relies on them
         finally:
             kept.restore()
         if failed:

@@ -177,18 +177,21 @@ class Outside:
 
     def tensors(
         self,
-        model: Collection[int] = (),
+        bound: list[Any],
     ) -> list[torch.Tensor]:
-        """``model``: ids of tensors bound there."""
+        """``bound``: what the model holds."""
+        of_model = storages_of(tensors_in(bound))
         found = list(self._read.values())
         for made in self._made:
             tensor = made()
-            if tensor is not None and id(tensor) not in model:
+            if tensor is not None:
                 found.append(tensor)
-        return found
+        return [tensor for tensor in found if storage_id(tensor) not in of_model]
 
 
 class RunLog(OperatorMode):
+    """What a warm-up writes, and reads outside of the model. Compiled kernels show neither."""
+
     def __init__(
         self,
         device: str,
@@ -209,7 +212,7 @@ class RunLog(OperatorMode):
     ) -> Any:
         is_plain = isinstance(func, torch._ops.OpOverload)
         written = written_tensors(func, args, kwargs) if is_plain else []
-        self._storages.save(written, looks=False)
+        self._storages.save(written, adopts=False)
         result = self.run(func, args, kwargs)
         given = dict[int, torch.Tensor]()
         for tensor in tensors_in((args, kwargs)):
@@ -511,8 +514,12 @@ class Look(DispatchMode):
                     made[id(node)] = node
             return False
 
+        passed = (
+            *args,
+            *kwargs.values(),
+        )
         tree_leaves(
-            (*args, *kwargs.values()),
+            passed,
             is_leaf=note,
         )
         given = self._record_of(made)
@@ -701,6 +708,6 @@ def look(
         traceback.clear_frames(error.__traceback__)  # locals hold tensors
     put_back.computed |= mode.found.from_inputs
     put_back.value_read = put_back.value_read or mode.refusals.read
-    bound = {id(change.now) for change in put_back.last.values()}
+    bound = [change.now for change in put_back.last.values()]
     mode.found.outside = mode.outside.tensors(bound)
     return mode.found

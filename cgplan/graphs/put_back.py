@@ -13,8 +13,9 @@ Note [What is put back]
     on first use              stays                   back, or stays with what cannot be undone,
                                                       unless looks saw state computed from inputs
       tensor, flags unseen    stays                   stays
-    both, other numbers of    refused                 back
-      writes
+    on first use and by each  refused                 back
+      run, which write it
+      other numbers of times
     by a failed run           back at its end; entries of containers of a failed capture once
                               it is given up
 
@@ -174,7 +175,7 @@ class PutBack:
         run: Run,
         changed: Mapping[str, Change],
     ) -> None:
-        if run.captures and run.is_whole:
+        if run.captures and run.ran_python:
             self.captured.add(run.key)
         for path, change in changed.items():
             if path in self._bound:
@@ -301,29 +302,29 @@ class PutBack:
             if known.is_captured or not uses.is_first_use:
                 continue
             change = self.last.get(path)
-            if change:
-                container, _ = change.where or (None, None)
-                if id(container) in self._growing:
-                    continue
-                # a flag of state that goes back, too
-                if type(change.now) in PLAIN and not self.keeps_containers:
-                    continue
-                if container is None and not is_of_inputs:
-                    lasting.update(uses.runs)
+            if change is None:
+                continue
+            container, _ = change.where or (None, None)
+            if id(container) in self._growing:
+                continue
+            # a flag of state that goes back, too
+            if type(change.now) in PLAIN and not self.keeps_containers:
+                continue
+            if container is None and not is_of_inputs:
+                lasting.update(uses.runs)
             found[path] = uses
         if self.keeps_first_use:
             return found
         return {path: uses for path, uses in found.items() if lasting.issuperset(uses.runs)}
 
     @property
-    def values_made(self) -> dict[str, Change]:
-        """What is made and no tensor, by path."""
-        made = self.made
-        return {
-            path: change
-            for path, change in self.last.items()
-            if path in made and not is_tensor(change.now)
-        }
+    def python_of_sizes(self) -> list[str]:
+        """Paths of values, not tensors, that first runs of several keys changed."""
+        found = []
+        for path, uses in self.made.items():
+            if len(uses.runs) > 1 and not is_tensor(self.last[path].now):
+                found.append(path)
+        return found
 
     @property
     def has_first_use(self) -> bool:

@@ -25,14 +25,14 @@ class Run(NamedTuple):
     Attributes:
         key: An object of its own after a failure.
         is_later: The key has run before.
-        is_whole: It did not fail, and was no replay, which runs no Python.
+        ran_python: It did not fail, and was no replay.
         computes: False: a capture that only records.
     """
 
     number: int
     key: object
     is_later: bool
-    is_whole: bool
+    ran_python: bool
     captures: bool
     computes: bool
 
@@ -75,7 +75,7 @@ class Uses:
         *,
         is_sure: bool = True,
     ) -> None:
-        if run.is_whole:
+        if run.ran_python:
             self.skipped = True
             self.stopped |= is_sure and run.key in self._keys
 
@@ -241,9 +241,11 @@ class WrittenStorages:
         self,
         written: Iterable[torch.Tensor],
         *,
-        looks: bool = True,
+        adopts: bool = True,
     ) -> None:
-        """Ahead of an operator that writes them; without ``looks``, versions tell if it did."""
+        """Ahead of an operator that writes them. ``adopts``: also what the model does not hold yet;
+        a later run would seem the first to write what an earlier one made.
+        """
         for tensor in written:
             try:
                 storage = tensor.untyped_storage()
@@ -259,7 +261,7 @@ class WrittenStorages:
                 copied = copied or self._copied(*self.of_model[address], storage)
                 self.by_address[address] = copied
                 continue
-            if not looks:
+            if not adopts:
                 continue
             known = self._unowned.get(address)
             if known is None or known.reference.expired():

@@ -28,17 +28,10 @@ NO_COMPARISON = -1
 
 @dataclass(slots=True)
 class Due:
-    """When a graph is compared with the model's own code.
-
-    Attributes:
-        left: Replays until then; negative: none.
-        verified_at: The number of the last one compared.
-        numbers: By path, as the first comparison finds them; others lead to a further one.
-    """
+    """Replays until the next comparison (negative: none); the number of the last one compared."""
 
     left: int = NO_COMPARISON
     verified_at: int = 0
-    numbers: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)

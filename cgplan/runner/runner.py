@@ -302,7 +302,7 @@ class GraphRunner:
         self._handed: weakref.WeakSet[StagedBuffers] = weakref.WeakSet()
         self._replanner = Replanner(self.stats)
         self.stats.replays_before = self.stats.replays
-        self._replayed = self.stats.replays  # while last awake with any
+        self._replayed = self.stats.replays  # of the last time awake that had any
         self._serve(captured)
 
     # Each of these ends more than the one above: calls that were looked up; staged ones, too, as
@@ -517,7 +517,7 @@ class GraphRunner:
         if self._may_capture(route):
             buffers = self.graphs.buffers
             for index, value in enumerate(values):
-                # captures overwrite outputs of earlier calls
+                # captures overwrite outputs of earlier calls; they put static buffers back
                 if value.device == self.backend.device and not buffers.owns(value):
                     values[index] = value.clone()
             with torch._C._EnableTorchFunction():

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from cgplan.backends.backend import tensor_on
 from cgplan.backends.host_sync import storage_id
 from cgplan.buffers.compare import Difference, compare, differences, is_equal
-from cgplan.buffers.static import CopyIn, torch_dtype
+from cgplan.buffers.static import torch_dtype
 from cgplan.captures.failures import explain_eager_failure, raise_caused
 from cgplan.captures.model_graphs import ModelGraphs
 from cgplan.errors import NumbersError
@@ -61,10 +61,7 @@ class Verifier:
         if self._policy != "off" and mode is not CUDAGraphMode.NONE:
             # padding of each dimension reaches rows in its own way
             pads = tuple(map(lt, call.route.batch.box, descriptor.box))
-            due = Due(1, numbers=self._graphs.numbers())
-            call.due = self._due.setdefault((key, pads), due)
-            if mode is CUDAGraphMode.PIECEWISE and call.due.numbers:
-                call.copy_in = partial(self._copy_in, call.copy_in, call.due)
+            call.due = self._due.setdefault((key, pads), Due(1))
         if self._is_debug:
             call.output = partial(self._expiring, call.output)
 
@@ -72,18 +69,6 @@ class Verifier:
         for of in list(self._due):
             if of[0] in keys:
                 del self._due[of]
-
-    def _copy_in(
-        self,
-        copy_in: CopyIn,
-        due: Due,
-        *batch: Any,
-    ) -> None:
-        """A replay's pieces read what another run set: it is compared once more."""
-        if due.numbers and due.numbers != self._graphs.numbers():
-            due.left = 1
-            due.numbers = {}
-        copy_in(*batch)
 
     def _expiring(self, output: Callable[[], Any]) -> Any:
         """A copy of an output; the next call fills it with NaN."""
@@ -194,8 +179,6 @@ class _Moment:
         python: Fingerprint | None = None,
     ) -> None:
         self._python = python
-        self._numbers = graphs.numbers()
-        self._places = graphs.facts.numbers
         self._ignore = graphs.config.compilation.ignore
         self._copies = list[tuple[UntypedStorage, UntypedStorage]]()
         self.state = list[Tensor]()
@@ -224,9 +207,6 @@ class _Moment:
             storage.copy_(copy)
         for generator, state in self.random.items():
             generator.set_state(state)
-        for path, value in self._numbers.items():
-            container, key = self._places[path]
-            container[key] = value
         return self._python is None or self._python.undo_attributes(self._ignore)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from checks import Tally
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 import cgplan
 from cgplan import (
@@ -218,3 +220,51 @@ def test_the_report_tells_of_a_function_that_torch_stopped_compiling(backend: Gr
     torch._dynamo.reset()
     with closing(open_runner(backend, lambda x: double(x) + 1)) as runner:
         assert not runner.report.warnings
+
+
+@functools.cache
+def scale(device: torch.device) -> Tensor:
+    return torch.full((2,), 3.0, device=device)
+
+
+class CountsInAKernel(nn.Module):
+    """In a tensor whose writes have no version; it also reads one that only a function holds."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.counts = torch.zeros(400_000, device=device)
+        self.add = torch.compile(self._add, backend=unseen_by_modes, dynamic=False)
+
+    def _add(self, x: Tensor) -> Tensor:
+        self.counts.add_(1)
+        return x + self.counts[:2]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.add(x) * scale(x.device)
+
+
+def unseen_by_modes(module: torch.fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
+    def run(*args: Any) -> Any:
+        with _disable_current_modes():
+            return module(*args)
+
+    return run
+
+
+def test_what_compiled_kernels_write_is_put_back_where_others_are_watched() -> None:
+    scale.cache_clear()
+    device = torch.device("cpu")
+    with torch.inference_mode():
+        model = CountsInAKernel(device)
+        scale(device)
+        shape = ("num_tokens", 2)
+        with closing(
+            cgplan.capture(
+                model,
+                {"x": cgplan.Input(shape=shape, dtype=torch.float32, pad=0)},
+                compilation={"cudagraph_capture_sizes": [2, 4], "verify": "off"},
+                device="cpu",
+            )
+        ) as runner:
+            kept = {state.path: state.kept for state in runner.report.state}
+        assert kept["model.counts"] == "device"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import decimal
 import functools
+import gc
+import weakref
 from dataclasses import dataclass
 from enum import Enum
 from types import SimpleNamespace
@@ -246,3 +248,23 @@ def test_tables_that_only_a_cache_of_functions_holds() -> None:
         torch.testing.assert_close(runner(x=x), right(x))
         del junk
     runner.close()
+
+
+@pytest.mark.parametrize("only", [(1,), (1, 2), (1, 2, 4)])
+def test_a_table_that_some_sizes_read_is_held(only: tuple[int, ...]) -> None:
+    table.cache_clear()
+    inputs = {"x": cgplan.Input(shape=("num_tokens", 4), dtype="float32", pad=0)}
+    sizes = {"cudagraph_capture_sizes": [1, 2, 4]}
+
+    def model(x: Tensor) -> Tensor:
+        return x * table(len(x)).sum() if len(x) in only else x * 2
+
+    runner = cgplan.capture(model, inputs, compilation=sizes, device=device)
+    held = weakref.ref(table(1))
+    table(1000)
+    gc.collect()
+    assert held() is not None
+    runner.close()
+    del runner
+    gc.collect()
+    assert held() is None

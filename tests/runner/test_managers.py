@@ -326,7 +326,7 @@ def test_all_are_captured_or_none(backend: GraphBackend) -> None:
 
 
 def test_the_example_of_the_docs_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    page = Path(__file__).parents[2] / "docs" / "getting-started.md"
+    page = Path(__file__).parents[2] / "docs" / "engine.md"
     blocks = re.findall(
         r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
     )

@@ -535,57 +535,32 @@ def test_state_that_one_size_reads_first_is_compared_though_another_overwrites_i
     assert torch.equal(runner(x=rows(backend, 8)), rows(backend, 8) + before)
 
 
-class DividesByRows(nn.Module):
-    """Its graph code sets a number on the model, which its eager piece reads there."""
+class KeepsATable(nn.Module):
+    """Of the last length, whose number tells whether it is made again."""
 
-    def __init__(self, device: torch.device, place: dict[str, int] | None, ignored: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.piece = nn.Identity()
-        self.held = vars(self) if place is None else place
-        self.held["rows"] = 0
-        self.piece.forward = lambda x: x if ignored else x / self.held["rows"]  # type: ignore[method-assign]
+        self.length = 0
+        self.table: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        self.held["rows"] = len(x)
-        return self.piece(x * 2) + 1
+        if len(x) != self.length:
+            self.length = len(x)
+            self.table = torch.arange(1.0, len(x) + 1, device=x.device)
+        assert self.table is not None
+        return x * self.table[:, None]
 
 
-@pytest.mark.parametrize("place", [None, {}])
-def test_a_number_that_another_run_set_is_compared(
-    backend: GraphBackend, place: dict[str, int] | None
-) -> None:
-    model = DividesByRows(backend.device, place, ignored=False)
-    pieces = {"cudagraph_mode": "PIECEWISE", "splitting_modules": ["piece"], "verify": "first"}
-    runner = verified(backend, model, cudagraph_capture_sizes=[4], **pieces)
-    for count in (4, 3, 4, 3):
-        same(runner(x=rows(backend, count)), rows(backend, count) * 2 / 4 + 1)
-    for _ in range(2):
-        runner(x=rows(backend, 8))  # eager
-        with pytest.raises(NumbersError) as raised:
-            runner(x=rows(backend, 4))
-        same(raised.value.output, rows(backend, 4) * 2 / 4 + 1)
-
-
-def test_a_number_that_decides_nothing_is_compared_once_more(backend: GraphBackend) -> None:
-    runs = 0
-
-    class Counted(DividesByRows):
-        def forward(self, x: Tensor) -> Tensor:
-            nonlocal runs
-            runs += 1
-            return super().forward(x)
-
-    pieces = {"cudagraph_mode": "PIECEWISE", "splitting_modules": ["piece"], "verify": "first"}
-    model = Counted(backend.device, None, ignored=True)
-    runner = verified(backend, model, cudagraph_capture_sizes=[4], **pieces)
-    runner(x=rows(backend, 4))
-    found = []
-    for _ in range(3):
-        runner(x=rows(backend, 8))
-        before = runs
-        runner(x=rows(backend, 4))
-        found.append(runs - before)
-    assert found == [1, 0, 0]
+@pytest.mark.parametrize("policy", ["eager", "lazy"])
+def test_a_comparison_leaves_a_number_with_its_table(backend: GraphBackend, policy: str) -> None:
+    model = KeepsATable()
+    sizes = [2, 4]
+    options = {"capture_policy": policy, "verify": "first"}
+    runner = verified(backend, model, cudagraph_capture_sizes=sizes, **options)
+    for count in (1, 2, 2, 5, 2, 5):
+        x = rows(backend, count)
+        same(runner(x=x), KeepsATable()(x))
+        same(model(x), KeepsATable()(x))
 
 
 def test_a_model_that_uses_the_number_of_rows_is_logged_once(
