@@ -215,6 +215,7 @@ class Capturer:
             host_sync=None if found is None else found.host_sync,
             all_freed=not self.in_service,
             model=graphs.model,
+            inputs=graphs.config.inputs,
         )
         looks_again = rehearsal.forget_look(mode, failure if has_begun else None)
         # a warm-up changes no verdict of ours, and gives no memory

@@ -3,6 +3,7 @@
 import inspect
 import re
 import traceback
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -16,6 +17,7 @@ from cgplan.errors import (
     CgplanError,
     HostSyncError,
     ModelError,
+    did_you_mean,
     first_line,
 )
 from cgplan.units import format_bytes
@@ -60,8 +62,9 @@ def explain_failure(
     host_sync: CaptureError | None = None,
     all_freed: bool = True,
     model: Any = None,
+    inputs: Iterable[str] = (),
 ) -> CgplanError:
-    """``all_freed``: the session gives up what it captured before; ``model``: that failed."""
+    """``all_freed``: the session gives up what it captured; ``model`` failed on ``inputs``."""
     where = blamed_line(error.__traceback__)
     text = first_line(error)
     if isinstance(error, torch.OutOfMemoryError) or is_out_of_memory(error):
@@ -83,7 +86,7 @@ def explain_failure(
     if isinstance(error, CgplanError):
         return error
     if not capturing or _lacking_dtype(error, where) is not None:
-        return explain_eager_failure(error, key, model)
+        return explain_eager_failure(error, key, model, inputs)
     if _FOREIGN_GENERATOR.search(str(error)):
         return CaptureError(
             f"capture of {key}: the forward draws from a torch.Generator that the graph does not "
@@ -106,7 +109,9 @@ def explain_failure(
     )
 
 
-def explain_eager_failure(error: Exception, batch: str, model: Any = None) -> CgplanError:
+def explain_eager_failure(
+    error: Exception, batch: str, model: Any = None, inputs: Iterable[str] = ()
+) -> CgplanError:
     if isinstance(error, CgplanError):
         return error
     where = blamed_line(error.__traceback__)
@@ -114,14 +119,21 @@ def explain_eager_failure(error: Exception, batch: str, model: Any = None) -> Cg
     if lacking:
         return lacking
     arguments = ""
+    swallowed = ""
     with suppress(TypeError, ValueError):  # of no model; of a builtin
         signature = inspect.signature(getattr(model, "forward", model))
         names = [re.split("[:=]", str(each))[0] for each in signature.parameters.values()]
         arguments = f"({', '.join(names)})"
+        for name in inputs:
+            if "**" in arguments and name not in signature.parameters:
+                swallowed += (
+                    f"The forward has no argument {name!r}: its **kwargs took it. "
+                    f"{did_you_mean(name, signature.parameters)}"
+                )
     return ModelError(
         f"the model failed on a batch padded to {batch}, at {where}: {type(error).__name__}: "
         f"{first_line(error)}",
-        remedy=f"Check the declared inputs against the model's forward{arguments}. "
+        remedy=f"{swallowed}Check the declared inputs against the model's forward{arguments}. "
         "Pass a model, not a function that builds it; dimension 0 of an example input is the "
         "batch.",
     )

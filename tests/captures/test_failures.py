@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 import cgplan
 from cgplan.captures.failures import explain_failure
@@ -40,3 +41,19 @@ def test_a_model_of_torchs_modules_alone_is_blamed_in_torch() -> None:
     specs = {"input": cgplan.Input(shape=("num_tokens", 8), dtype="float32", pad=0)}
     with pytest.raises(ModelError, match=r"linear\.py:\d+: `return F.linear\("):
         cgplan.capture(model, specs, compilation={"cudagraph_capture_sizes": [4]}, device="cpu")
+
+
+def test_an_input_that_kwargs_took_is_told() -> None:
+    """As misspelt inputs of models of transformers."""
+
+    class Pictures(nn.Module):
+        def forward(self, pixel_values: Tensor | None = None, **kwargs: object) -> torch.Size:
+            return pixel_values.shape  # type: ignore[union-attr]
+
+    specs = {"pixel_value": cgplan.Input(shape=("num_tokens", 8), dtype="float32", pad=0)}
+    with pytest.raises(ModelError, match="has no attribute 'shape'") as caught:
+        cgplan.capture(Pictures().eval(), specs, device="cpu")
+    assert caught.value.remedy.startswith(
+        "The forward has no argument 'pixel_value': its **kwargs took it. Did you mean "
+        "'pixel_values'? Check the declared inputs"
+    )
