@@ -933,7 +933,7 @@ def test_an_attribute_that_is_nowhere_names_the_figures(net: Net) -> None:
     g = cgplan.graphed(net)
     with pytest.raises(AttributeError, match="'Net' object has no attribute 'stats'") as caught:
         _ = g.stats
-    assert "graph_calls, eager_calls" in caught.value.__notes__[0]
+    assert "graph_calls, eager_calls and runners (g.runners[0].stats)" in caught.value.__notes__[0]
     assert not hasattr(g, "stats")
 
 

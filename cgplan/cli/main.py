@@ -359,7 +359,7 @@ def inspect(request: InspectRequest, engine: VllmOptions) -> None:
         report = None
     is_configuration = request.config is not None or request.file != report
     if [report is not None, is_configuration, engine.vllm is not None].count(True) != 1:
-        raise BadParameter("give one of --config FILE, --vllm JSON, or the path of a saved report")
+        raise BadParameter("give one of my.yaml, --vllm JSON, or a saved report")
     tables = {"--split": request.split, "--all": request.everything}
     if report:
         of_configuration = {**tables, "--costs": request.costs, "--set": request.overrides}

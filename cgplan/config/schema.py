@@ -837,8 +837,9 @@ class Config(Section):
             self._symbols_of(f"output {index}", map(Extent.parse, shape))
         if others and self.tensors and shapes is None:
             raise ValueError(
-                "`dims` declares more than one name: write the shapes of outputs into "
-                "model.output_shapes (in Python: of `config`)"
+                "`dims` has more than one name: write model.output_shapes; in Python: "
+                "cgplan.capture(model, config={'model': "
+                f"{{'output_shapes': [['{first}', 10]]}}, 'dims': ..., 'inputs': ...}})"
             )
         self._check_boxes()
         if self.traffic and self.traffic.lora_share > 0 and self.lora is None:

@@ -366,8 +366,8 @@ class Graphed:
             value = getattr(self.__dict__["_wrapped"], name)
         except AttributeError as error:
             error.add_note(
-                "graphed has explain(), graph_calls, eager_calls and runners; of a method, its "
-                "object has the rest"
+                "graphed has explain(), graph_calls, eager_calls and runners (g.runners[0].stats); "
+                "of a method, its object has the rest"
             )
             raise
         if name != "generate" or not callable(value):

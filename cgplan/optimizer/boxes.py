@@ -44,7 +44,7 @@ from cgplan.optimizer.evidence import (
     of_costs,
 )
 from cgplan.optimizer.paths import Floats, Ints, best_paths
-from cgplan.optimizer.propose import EXACT, NO_GAIN
+from cgplan.optimizer.propose import ALIKE, EXACT, NO_GAIN
 from cgplan.optimizer.search import ROUNDING
 from cgplan.planning.plan import (
     PLANNED_FOR,
@@ -902,9 +902,13 @@ class _BoxProblem:
         for words, theirs in compared.items():
             by = step / theirs - 1
             longer = "longer" if by > 0 else "shorter"
-            found.append(f"{abs(by):.1%} {longer} than {words}")
+            change = f"{abs(by):.1%} {longer} than"
+            if abs(by) < ALIKE:
+                change = "as long as"
+            found.append(f"{change} {words}")
         verdict = f"steps {', '.join(found)}"
         warnings = []
+        unsure = [] if surface else [NO_TIMES]
         if eager == bound:
             verdict = f"{NOTHING_SAVED}; {verdict}"
         beyond = self.traffic.beyond
@@ -919,7 +923,7 @@ class _BoxProblem:
         runs = boxes[self._runs_in(boxes)].T
         for dim, sizes, padded in zip(self._dims[1:], self._least.T[1:], runs[1:], strict=True):
             if isinstance(dim.sizes, tuple):
-                warnings += [
+                unsure += [
                     f"batches of {dim.name} {size} run in larger boxes: right only where padding "
                     f"of {dim.name} has no effect"
                     for size in np.intersect1d(sizes[sizes < padded], dim.sizes)
@@ -948,7 +952,7 @@ class _BoxProblem:
             uses=tuple(self._uses(boxes)),
             ladders=tuple(ladders),
             asked="",
-            unsure=() if surface else (NO_TIMES,),
+            unsure=tuple(unsure),
             warnings=tuple(warnings),
             verdict=verdict,
             padding=own.padding,

@@ -109,7 +109,10 @@ class Verifier:
         for name, size, most in zip(names, *sizes, strict=True):
             if size < most:
                 padded += f"; {name} {size} is padded to {most}"
-                remedy += f"List {size} in dims.{name}.sizes, or make a runner for each. "
+                remedy += (
+                    f"List each {name} in dims.{name}.sizes: none is padded then, but a plan may "
+                    "merge them. A runner for each is safe. "
+                )
         raise NumbersError(
             f"the replay of {record.mode} {record.descriptor} differs from the model's own "
             f"code: {record.failure}{padded}",

@@ -240,7 +240,10 @@ def test_named_dimensions() -> None:
             {"dims": {"batch": {"max": 64}}},
             "input 'ids' has a dimension 'length', which `dims` does not declare",
         ),
-        ({"dims": {**TEXT["dims"], "lenght": {"max": 2}}, "model": None}, "model.output_shapes"),
+        (
+            {"dims": {**TEXT["dims"], "lenght": {"max": 2}}, "model": None},
+            "cgplan.capture(model, config={'model': {'output_shapes': [['batch', 10]]}, 'dims'",
+        ),
         ({"dims": {"batch": {"max": 2, "min": 3}}}, "min is 3, which is above max = 2"),
         (
             {"dims": {"batch": {"max": 64, "sizes": [3], "multiple_of": 2}}},

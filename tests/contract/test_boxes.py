@@ -228,7 +228,9 @@ def test_padding_of_each_dimension_is_compared_once(backend: GraphBackend) -> No
         same(runner(x=wide), mean(wide))
         with pytest.raises(NumbersError, match="; side 80 is padded to 96") as caught:
             runner(x=narrow)
-    assert caught.value.remedy.startswith("List 80 in dims.side.sizes, or make a runner for each")
+    assert caught.value.remedy.startswith(
+        "List each side in dims.side.sizes: none is padded then, but a plan may merge them. "
+    )
     kinds = {at: cgplan.Dim(name, **dims[name]) for at, name in enumerate(shape)}
     g = cgplan.graphed(mean, dynamic={"x": kinds}, pad={"x": 0})
     for x in (*[wide] * 6, *[narrow] * 4):
