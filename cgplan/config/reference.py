@@ -227,5 +227,5 @@ compilation:
 
 scheduler:
   max_num_seqs: 256                 # the largest batch of your server, in requests or pictures
-  max_num_batched_tokens: 8192      # tokens in one batch at most
+  max_num_batched_tokens: 8192      # tokens in one batch at most; of pictures as max_num_seqs
 """

@@ -41,7 +41,7 @@ class Net(nn.Module):
 
 def capture():
     inputs = {"x": (("num_tokens", *SHAPE), torch.float32, 0)}  # by the name in the forward; num_tokens: pictures
-    sizes, largest = {"cudagraph_capture_sizes": SIZES}, {"max_num_seqs": LARGEST}
+    sizes, largest = {"cudagraph_capture_sizes": SIZES}, {"max_num_seqs": LARGEST, "max_num_batched_tokens": LARGEST}
     return cgplan.capture(build().eval().to(DEVICE), inputs, compilation=sizes, scheduler=largest)
 
 

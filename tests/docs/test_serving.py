@@ -469,17 +469,19 @@ def test_a_server_of_pictures_batches_requests_and_answers_each_as_alone(
         assert "cgplan_replays_total{" in client.get("/metrics").text
         config = Config.model_validate(client.get("/config").json())
         assert config.scheduler.max_num_seqs == pictures.LARGEST
+        assert config.scheduler.max_num_batched_tokens == pictures.LARGEST
     assert runner.is_closed
 
 
 def test_the_page_shows_the_middle_of_that_server() -> None:
     source = PROGRAMS["picture_server"].read_text(encoding="utf-8")
-    [shown] = [
+    shown = [
         block.text
         for block in blocks_of("serving")
-        if block.of_mark == "a part of picture_server.py"
+        if block.of_mark == "a part of picture_server.py" or block.text.startswith("def answer(")
     ]
-    assert shown in source
+    assert len(shown) == 2
+    assert all(text in source for text in shown)
 
 
 def test_a_server_of_pictures_runs_no_request_that_nobody_awaits(
