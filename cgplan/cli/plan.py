@@ -90,8 +90,8 @@ def costs_of(loaded: LoadedConfig, given: str | None) -> Priced:
         raise ReportError(f"{given} is a {report.kind}, not a capture report", remedy=_REMEDY)
     environment = report.environment
     machine = None if environment.driver is None else environment.as_machine
-    notes = tuple(about(f"the costs of {given}", report.plan, environment, loaded.config))
-    costs = GraphCosts.from_report(report, loaded.config, notes)
+    notes = about(f"the costs of {given}", report.plan, environment, loaded.config)
+    costs = GraphCosts.from_report(report, loaded.config, tuple(notes))
     _check_modes(report, given, loaded.config)
     return Priced(costs, machine, uncapturable(report.failed))
 
@@ -217,8 +217,7 @@ def run_plan(
     loaded = _as_engine_runs(loaded, engine, is_read=vllm is not None)
     config = loaded.config
     files = [file for file, _ in loads.files]
-    inputs = (path, *files, loads.step_times, request.costs)
-    check_outputs((request.output, request.html), inputs)
+    check_outputs((request.output, request.html), (path, *files, loads.step_times, request.costs))
     _check_loads(config, loads)
     has_traffic = files or config.traffic
     if request.emit or has_traffic:
@@ -251,8 +250,7 @@ def run_plan(
     doubt = (evidence.get("step_times") or {}).get("doubt")
     if plans_for and may_be_emitted and not doubt:
         plan = with_emission(plan, plans_for, given)
-    shown = _shown(plan, request)
-    request.publish(plan, shown)
+    request.publish(plan, _shown(plan, request))
     missed = evidence.get("slo_missed")
     if missed is not None:
         raise RegretError(
@@ -313,21 +311,19 @@ def run_check(path: Path, loads: Loads, max_regret: float | None, shown: Shown) 
             source=plan.predicted.source,
             workspace_bytes=plan.predicted.workspace_bytes,
         )
-    planner = Planner(times, sources, costs, **rules)
-    check = planner.check(config, plan)
+    check = Planner(times, sources, costs, **rules).check(config, plan)
     shown.publish(check)
     if check.slo_missed:
         raise RegretError(
             f"{path} on {check.traffic_source} misses its SLO: {check.slo_missed}",
             remedy="Plan for this traffic with the same --slo, or loosen the SLO.",
         )
-    own = plan.emission
-    given = f"--vllm '{{}}' {own.bounds}" if own and own.engine == "vLLM" else "FILE"
+    command = getattr(plan.emission, "command", "") or "cgplan plan FILE"
     if max_regret is not None and max(check.regret, check.decode_regret or 0) > max_regret:
         raise RegretError(
             f"{path} on {check.traffic_source}: {check.verdict}; --max-regret is "
             f"{max_regret * 100:g}%",
-            remedy=f"Plan for this traffic: `cgplan plan {given} --traffic FILE --output {path}`.",
+            remedy=f"Plan for this traffic: `{command} --traffic FILE --output {path}`.",
         )
 
 
@@ -531,7 +527,8 @@ def _times_of(loads: Loads, config: Config, priced: Priced) -> tuple[StepTimes, 
         return StepTimes.default(), None
     text = read_text(file, StepTimeError, REMEDY)  # once: it may be a pipe
     doubts = tuple(_doubts(text, file, config, priced))
-    return StepTimes.parse(text, file).changed(unsure=doubts), StartLog.parse(text)
+    times = StepTimes.parse(text, file)
+    return times.changed(unsure=doubts + times.unsure), StartLog.parse(text)
 
 
 def _doubts(text: str, file: Path, config: Config, priced: Priced) -> Iterator[str]:

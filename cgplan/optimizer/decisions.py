@@ -241,12 +241,12 @@ class Planner:
             verdict = f"{judged}; {verdict}"
         elif self.slo:
             verdict = f"SLO not judged, as the traffic counts steps: give requests; {verdict}"
-        warnings, notes = times.said_for(plan.mode, traffic)
+        unsure, notes = times.said_for(plan.mode)
         return PlanCheck(
             traffic_source=traffic.source,
             traffic_weight=traffic.total,
             times_source=times.source,
-            warnings=(*times.unsure, *warnings),
+            warnings=(*unsure, *traffic.warnings),
             notes=(*traffic.notes, *notes),
             points=tuple(points),
             regret=regret,

@@ -203,7 +203,7 @@ class Evidence(Record):
         loads: Of several traffics, each; other loads, which are insured, come last.
         other_loads: Share of the steps in what was planned for that are theirs.
         service: Of the plan, of the graphs asked for, and without graphs.
-        unsure: As in ``StepTimes``.
+        unsure: As in ``StepTimes``, and of the traffic.
         unmeasured, unmeasured_graphs: Share of the steps at sizes larger than those whose times
             were measured, and how many graphs have such sizes.
         decided, decisions: On the SLO and a changed mode, and on the rest, in sentences.

@@ -512,20 +512,19 @@ class PlannedGraphs:
         lost = self.best.total - lower
         ladders = {name: self._ladder(name, ladder) for name, ladder in inputs.ladders.items()}
         asked = ASKED_FOR if ASKED_FOR in ladders else inputs.asked
-        told, times_notes = run.times.said_for(plan.mode, run.traffic)
-        warnings = [*told]
+        told, times_notes = run.times.said_for(plan.mode)
+        unsure = [*told, *run.traffic.warnings]
         doubt = ""
         if run.unmeasured > MOST_UNMEASURED:
             beyond = f"{run.unmeasured:.0%} of the steps have sizes that were not measured"
             doubt = f"extrapolated, as {beyond}: "
             size = max(plan.max_capture_size, *run.batches.num_tokens.astype(int))
             largest = f"compilation.max_cudagraph_capture_size={size}"
-            warnings.append(
+            unsure.append(
                 f"measure first: `cgplan bench FILE --set {largest} --output bench.json`, or of "
                 f"vLLM two starts, at loads up to {size} tokens (docs/planning.md, For vLLM), or "
                 "the engine's own benchmark; then give --step-times"
             )
-        unsure = [*run.times.unsure]
         unbounded = self._unbounded
         if unbounded:
             names = [f"budget.{name}" for name in unbounded]
@@ -572,7 +571,7 @@ class PlannedGraphs:
             ladders=tuple(ladders.values()),
             asked=asked,
             notes=tuple(self._notes()),
-            warnings=(*warnings, *lint(plan, run)),
+            warnings=lint(plan, run),
             verdict=run.times.doubt + doubt + self._verdict(ladders.get(asked)),
             unmeasured=run.unmeasured,
             unmeasured_graphs=sum(

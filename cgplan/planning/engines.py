@@ -192,8 +192,8 @@ def read_vllm(
                 f"vLLM's sizes end at {sizes[-1]}, and on GPUs of compute capability 10.x (B200, "
                 f"GB200, B300) at {widest[-1]}: --blackwell"
             )
-    is_doubled = performance_mode == "throughput"
-    doubled = ", and --performance-mode throughput doubles it" if is_doubled else ""
+    twice = ", and --performance-mode throughput doubles it"
+    doubled = twice if performance_mode == "throughput" else ""
     logged = "; its log has `Chunked prefill is enabled with max_num_batched_tokens=`"
     for name, where in {"max_num_seqs": "", "max_num_batched_tokens": logged}.items():
         if options[f"scheduler.{name}"] is None:
@@ -410,29 +410,32 @@ def _vllm(plan: Plan, kept: Mapping[str, Any]) -> Emission:
             notes.append(
                 f"sizes were rounded up to multiples of {q}, the tokens of a request, as vLLM does"
             )
+    by_count = any(0 < case <= most for case in plan.lora_cases)
+    bounds = (
+        f"--max-num-seqs {plan.max_num_seqs} --max-num-batched-tokens {plan.max_num_batched_tokens}"
+    )
+    if most:
+        bounds += f" --enable-lora --max-loras {most}"
+    if by_count:
+        bounds += " --specialize-active-lora"
+    kept = {**kept}
+    if most and plan.lora_cases == (most + 1,):
+        kept["cudagraph_specialize_lora"] = False
     config = {**kept, "cudagraph_mode": mode.name if sizes else "NONE"}
     if sizes:
         config["cudagraph_capture_sizes"] = sizes
         config["max_cudagraph_capture_size"] = sizes[-1]
-    bounds = (
-        f"--max-num-seqs {plan.max_num_seqs} --max-num-batched-tokens {plan.max_num_batched_tokens}"
-    )
     step = gcd(*sizes)
     if _has_sequence_parallelism(kept) and step % 8:
         rounded = _rounded_up(sizes, 8)
-        given = json.dumps(
-            {**kept, "cudagraph_mode": mode.name, "cudagraph_capture_sizes": rounded}
-        )
+        again = {**kept, "cudagraph_mode": mode.name, "cudagraph_capture_sizes": rounded}
         notes.append(
             "with enable_sp vLLM drops sizes that are no multiple of --tensor-parallel-size, and "
             f"does not start if the largest is none: these are multiples of {step}. For "
             "multiples of 8 plan without --traffic and --step-times: "
-            f"`cgplan plan --vllm {shlex.quote(given)} {bounds}`"
+            f"`{_command(plan, again, bounds)}`"
         )
-    if most and plan.lora_cases == (most + 1,):
-        config["cudagraph_specialize_lora"] = False
     text = json.dumps(config)
-    by_count = any(0 < case <= most for case in plan.lora_cases)
     read = read_vllm(
         text,
         max_num_seqs=plan.max_num_seqs,
@@ -448,13 +451,9 @@ def _vllm(plan: Plan, kept: Mapping[str, Any]) -> Emission:
             "vLLM has one list of sizes for all modes and LoRA cases: it captures "
             f"{len(captured)} keys, the plan has {len(plan.keys)}"
         )
-    if most:
-        bounds += f" --enable-lora --max-loras {most}"
-    if by_count:
-        bounds += " --specialize-active-lora"
     if q > 1:
         notes.append(f"made for {q - 1} speculative tokens: add your --speculative-config")
-    is_v1 = not is_v2 and (q > 1 or "cudagraph_specialize_lora" in config)
+    is_v1 = not is_v2 and (q > 1 or "cudagraph_specialize_lora" in kept)
     return Emission(
         engine="vLLM",
         version=VERSIONS["vLLM"],
@@ -463,7 +462,20 @@ def _vllm(plan: Plan, kept: Mapping[str, Any]) -> Emission:
         # else both runners capture the same
         environment=("VLLM_USE_V2_MODEL_RUNNER=0",) if is_v1 else (),
         notes=tuple(notes),
+        command=_command(plan, kept, bounds),
     )
+
+
+def _command(plan: Plan, compilation: Mapping[str, Any], bounds: str) -> str:
+    command = f"cgplan plan --vllm {shlex.quote(json.dumps(compilation))} {bounds}"
+    if plan.key_rules != "vllm_v2":
+        command += " --runner v1"
+    if plan.query_len > 1:
+        command += f" --num-speculative-tokens {plan.query_len - 1}"
+    for name, value in plan.simulated.get("speculative", {}).items():
+        option = "--speculative-method " if name == "method" else f"--set speculative.{name}="
+        command += f" {option}{value}"
+    return command
 
 
 def _sglang(plan: Plan, given: EngineOptions) -> Emission:

@@ -182,6 +182,7 @@ class Emission(Record):
     Attributes:
         options: Of its command line, or YAML; ``--emit`` prints them.
         notes: How the engine's graphs differ from the plan.
+        command: Plans again for vLLM.
     """
 
     engine: str
@@ -190,6 +191,7 @@ class Emission(Record):
     bounds: str
     environment: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    command: str = ""
 
     @property
     def title(self) -> str:

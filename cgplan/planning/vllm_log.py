@@ -353,6 +353,10 @@ def without_graphs(text: str) -> str:
     return f"no line `Graph capturing finished`; it begins with {text[:40]!r}"
 
 
+def steps_before_start(text: str) -> int:
+    return len(_STEP.findall(_CAPTURES.split(text, 1)[0]))
+
+
 def logged_steps(text: str) -> Iterator[tuple[CUDAGraphMode, int, float, bool]]:
     """(runtime mode, tokens that ran, microseconds, whether it prefills) by
     ``--enable-logging-iteration-details``.

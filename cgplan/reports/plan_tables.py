@@ -211,7 +211,9 @@ def _headline(plan: Plan, evidence: Evidence) -> str:
         less = "; for less: --memory" if evidence.slo else "; for less: --memory or --slo"
         memory += less if theirs == memory else f" instead of {theirs}"
     about = "estimated " if cost.estimated or cost.extrapolated else ""
-    lacking = "" if cost.has_drafts or not plan.draft_keys else ", both without the draft model's"
+    lacking = ""
+    if plan.draft_keys and not cost.has_drafts:
+        lacking = "; start-up and memory are without the draft model's"
     return f"Plan: {graphs}, {about}start-up {seconds}, {about}memory {memory}{lacking}"
 
 
@@ -352,9 +354,9 @@ def _answer(
     if worst and _longer(worst) >= NOTABLE:
         took = format_microseconds(worst.expected_us)
         took += f" a step, {format_microseconds(worst.ladder_us or 0)} with the graphs asked for"
-        rows.append(
-            ("warning", f"{worst.source}: {took}; a larger --memory, --max-graphs shortens it")
-        )
+        limits = ", --".join(evidence.binding).replace("_", "-") or "max-graphs"
+        other = "smaller" if "slo" in evidence.binding else "larger"
+        rows.append(("warning", f"{worst.source}: {took}; a {other} --{limits} shortens it"))
     told = [row for row in said(plan, brief=not whole) if row not in rows]
     times = evidence.times_source
     if evidence.expected_us.eager is not None:

@@ -182,11 +182,10 @@ class Form(Generic[R]):
         missing = [column for column in self.required if column not in found]
         remedy = self.remedy or f"{self.described}."
         for name in unknown:
-            hint = did_you_mean(
-                name.lower(),
-                absent,
-                " (did you mean {!r}?)",
-            )
+            form = " (did you mean {!r}?)"
+            if name.lower().endswith("seconds"):
+                form = ": times are in {}: convert them, rename the column"
+            hint = did_you_mean(name.lower(), absent, form)
             if ignored is None or missing or hint:
                 raise self.error(f"{where}: unknown column {short(name)}{hint}", remedy=remedy)
             ignored[name] = None

@@ -71,7 +71,11 @@ class RequestTrace(NamedTuple):
             arrival = each.arrival_us / speedup
             sooner.append(each._replace(arrival_us=arrival))
         source = f"{self.source}, {speedup:g} times as fast as recorded"
-        return self._replace(requests=sooner, source=source, warnings=())
+        return self._replace(
+            requests=sooner,
+            source=source,
+            warnings=(),
+        )
 
     def first(self, most: int) -> RequestTrace:
         if len(self.requests) <= most:
@@ -198,14 +202,10 @@ def simulate(
         f"{longest_wait / 1e9:.3g} s at most",
     ]
     warnings = [*trace.warnings, *engine.overload()]
-    if bounds.query_len > 1:
-        advance = bounds.accepted_tokens or bounds.query_len
-        said = warnings
-        if bounds.accepted_tokens:
-            said = notes
-        said.append(
-            f"a decode step advances each request by {advance:g} of {bounds.query_len} tokens "
-            "(speculative.accepted_tokens)"
+    if bounds.query_len > 1 and not bounds.accepted_tokens:
+        warnings.append(
+            "all drafts count as accepted, so TPOT is too short: --set "
+            "speculative.accepted_tokens=N, vLLM's mean acceptance length"
         )
     if bounds.ranks > 1:
         notes.append(

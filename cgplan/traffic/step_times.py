@@ -27,7 +27,7 @@ from cgplan.config.schema import TAPE, Record, first_problem
 from cgplan.errors import CgplanError, StepTimeError
 from cgplan.modes import CUDAGraphMode
 from cgplan.planning.plan import Mode
-from cgplan.planning.vllm_log import logged_steps
+from cgplan.planning.vllm_log import logged_steps, steps_before_start
 from cgplan.traffic.files import (
     LOG_LINE,
     Form,
@@ -41,7 +41,7 @@ from cgplan.traffic.files import (
     kind_of,
     sized_rows,
 )
-from cgplan.traffic.histogram import MOST_BATCHED_TOKENS, Traffic
+from cgplan.traffic.histogram import MOST_BATCHED_TOKENS
 from cgplan.units import counted, format_microseconds, grouped
 
 # Microseconds by tokens that ran, by (runtime mode, LoRA case).
@@ -412,7 +412,7 @@ class StepTimes(Record):
         full_of_decode: Whether FULL graphs ran uniform decode alone, and tell nothing of mixed
             batches.
         doubt: The beginning of each verdict by these times.
-        unsure: Why those of a bench may be wrong, or others than the plan's.
+        unsure: Why they may be wrong, or others than the plan's.
     """
 
     kind: Literal["step_times"] = "step_times"
@@ -425,7 +425,7 @@ class StepTimes(Record):
     )
     full_of_decode: bool = False
     notes: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()  # of earlier versions
     doubt: str = ""
     unsure: tuple[str, ...] = ()
 
@@ -440,7 +440,7 @@ class StepTimes(Record):
         modes = {mode for mode, _ in points}
         curves = []
         said = list(notes)
-        warnings = []
+        unsure = []
         for mode, case in sorted(points, key=lambda key: (key[0].value, key[1])):
             raw = sorted(points[mode, case].items())
             sizes, times = zip(*raw, strict=True)
@@ -454,16 +454,16 @@ class StepTimes(Record):
                 floor = ", and at least the time of a FULL graph, unless that is guessed too long"
             said += curve.notes(raw, floor)
             if sizes[0] > FEW and mode is not CUDAGraphMode.PIECEWISE:
-                warnings.append(
+                unsure.append(
                     f"{_name(mode)} below {sizes[0]} tokens was not measured: taken as long; "
                     "measure smaller steps, too: eager ones of an engine by a start without graphs"
                 )
         if modes == {CUDAGraphMode.NONE, CUDAGraphMode.FULL}:
-            warnings.append(
+            unsure.append(
                 f"PIECEWISE was not measured: FULL plus {PIECEWISE_SHARE:.0%} of the time that "
                 "eager takes longer"
             )
-        return cls(source=source, curves=tuple(curves), notes=tuple(said), warnings=tuple(warnings))
+        return cls(source=source, curves=tuple(curves), notes=tuple(said), unsure=tuple(unsure))
 
     @classmethod
     def default(cls) -> StepTimes:
@@ -491,7 +491,13 @@ class StepTimes(Record):
         """As ``load``, from a text; ``path`` names it in messages."""
         steps = [Timed(*step) for step in logged_steps(text)]
         if steps:
-            return _of_runs(steps, median, path, f"the log of vLLM, {path}", [_OF_LOG])
+            source = f"the log of vLLM, {path}"
+            if lost := steps_before_start(text):
+                source += (
+                    f" (without {lost} iterations before its first start: give graphs.log from its "
+                    "first line)"
+                )
+            return _of_runs(steps, median, path, source, [_OF_LOG])
         is_json = text.lstrip().startswith(("{", "["))
         if not is_json and LOG_LINE.search(text):
             raise StepTimeError(
@@ -518,20 +524,16 @@ class StepTimes(Record):
             found.setdefault(form or TABLE, []).append(raw)
         return _of_rows(found, path)
 
-    def said_for(
-        self, mode: CUDAGraphMode, traffic: Traffic
-    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Warnings, those of the traffic too, and notes on these times, less those on PIECEWISE
-        graphs if the resolved mode has none.
-        """
+    def said_for(self, mode: CUDAGraphMode) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """``unsure`` and notes, less those on PIECEWISE graphs if the resolved mode has none."""
         hidden = () if mode.has_mode(CUDAGraphMode.PIECEWISE) else ("PIECEWISE ",)
-        said = []
-        for texts in (self.warnings, self.notes):
-            said.append(tuple(text for text in texts if not text.startswith(hidden)))
-        warnings, notes = said
+        unsure, notes = (
+            tuple(text for text in texts if not text.startswith(hidden))
+            for texts in (self.unsure + self.warnings, self.notes)
+        )
         if self.full_of_decode and mode.mixed_mode() is CUDAGraphMode.FULL:
-            warnings += (FULL_OF_DECODE,)
-        return warnings + traffic.warnings, notes
+            unsure += (FULL_OF_DECODE,)
+        return unsure, notes
 
     def of(
         self,
@@ -765,7 +767,7 @@ def _of_rows(
                 f"{_name(curve.mode)} at {counted(size, 'token')} takes "
                 f"{format_microseconds(time)}, {likeness:.2g} times the default: is the unit right?"
             )
-            return times.changed(warnings=(warning, *times.warnings))
+            return times.changed(unsure=(warning, *times.unsure))
     return times
 
 

@@ -377,7 +377,7 @@ def test_a_check_of_timestamps_in_another_unit_warns_as_a_plan_does(home: Path) 
     traffic = ("--traffic", "trace.jsonl")
     plan = plan_of(*PLAN, *traffic, "--step-times", "times.csv")
     assert plan.evidence is not None
-    (warning,) = (text for text in plan.evidence["warnings"] if "timestamps were" in text)
+    (warning,) = (text for text in plan.evidence["unsure"] if "timestamps were" in text)
     check = ("plan", "check", "plan.json", *traffic)
     found = PlanCheck.model_validate_json(good(*check, "--json").stdout)
     assert warning in found.warnings
@@ -395,8 +395,9 @@ def test_plan_for_requests_that_one_server_cannot_serve_warns(home: Path) -> Non
     command = (*PLAN, "--traffic", "trace.csv", "--step-times", "times.csv")
     plan = plan_of(*command)
     assert plan.evidence is not None
-    assert "overload: requests come" in plan.evidence["warnings"][0]
-    assert "replicas would do" in " ".join(good(*command).stdout.split())
+    assert "overload: requests come" in plan.evidence["unsure"][0]
+    head, *_ = re.split(r"^ *sizes ", good(*command).stdout, flags=re.MULTILINE)
+    assert "replicas would do" in " ".join(head.split())
     good(*use_traffic(home), "--output", "plan.json")
     check = ("plan", "check", "plan.json", "--traffic", "trace.csv")
     found = PlanCheck.model_validate_json(good(*check, "--json").stdout)
@@ -674,8 +675,8 @@ def test_step_times_in_another_unit_are_told(home: Path, unit: float, is_told: b
     evidence = plan_of(*use_traffic(home)[:-1], "unit.csv").evidence
     assert evidence is not None
     told = "times the default: is the unit right?"
-    assert (told in " ".join(evidence["warnings"])) is is_told
-    assert " ".join(evidence["warnings"]).count(told) <= 1
+    assert (told in " ".join(evidence["unsure"])) is is_told
+    assert " ".join(evidence["unsure"]).count(told) <= 1
 
 
 def test_saved_step_times_are_read_again(home: Path) -> None:
@@ -1115,7 +1116,9 @@ def test_a_start_that_forgot_its_drafts_is_another(home: Path) -> None:
     for name, is_priced in (("twice", True), ("alone", False)):
         given = ("--traffic", "traffic.csv", "--step-times", "times.csv", "--costs", f"{name}.log")
         first, _, _ = good(*command, *drafts, *given).stdout.partition("verdict")
-        assert ("both without the draft model's" in " ".join(first.split())) is not is_priced
+        assert (
+            "start-up and memory are without the draft model's" in " ".join(first.split())
+        ) is not is_priced
 
 
 def test_plan_diff_shows_costs_that_one_side_has(home: Path) -> None:
@@ -1190,13 +1193,19 @@ def test_a_plan_on_other_traffic(home: Path) -> None:
     failed = cgplan_command(*check, "tomorrow.csv", "--max-regret", "46%", "--json")
     assert failed.exit_code == errors.RegretError.exit_code
     assert "`cgplan plan FILE --traffic FILE --output plan.json`" in unwrapped(failed.stderr)
-    vllm = ("--vllm", '{"cudagraph_mode": "FULL"}', "--max-num-seqs", "16", "--max-graphs", "1")
+    config = '{"cudagraph_mode": "FULL", "pass_config": {"enable_sp": true}}'
+    drafts = ("--max-loras", "2", "--speculative-method", "ngram", "--num-speculative-tokens", "1")
+    vllm = ("--vllm", config, "--max-num-seqs", "16", "--max-graphs", "3", *drafts)
     good("plan", *vllm, *command[3:-4], "--mode", "keep", "--output", "vllm.json")
-    (home / "low.csv").write_text("num_tokens,num_reqs,uniform,count\n1,1,true,90\n")
+    (home / "low.csv").write_text("num_tokens,num_reqs,uniform,count\n2,1,true,90\n")
     missed = cgplan_command(
         "plan", "check", "vllm.json", "--traffic", "low.csv", "--max-regret", "0%"
     )
-    told = "`cgplan plan --vllm '{}' --max-num-seqs 16 --max-num-batched-tokens 8192 --traffic FILE"
+    told = (
+        """`cgplan plan --vllm '{"pass_config": {"enable_sp": true}}' --max-num-seqs 16 """
+        "--max-num-batched-tokens 8192 --enable-lora --max-loras 2 --num-speculative-tokens 1 "
+        "--speculative-method ngram --traffic FILE"
+    )
     assert told in unwrapped(missed.stderr)
     found = PlanCheck.model_validate_json(failed.stdout)
     assert found.regret == pytest.approx(

@@ -585,6 +585,28 @@ def test_sizes_that_sequence_parallelism_may_drop_are_told(
         )
 
 
+def test_the_command_of_sizes_for_sequence_parallelism_has_the_adapters_and_drafts() -> None:
+    given = {"pass_config": {"enable_sp": True}, "cudagraph_capture_sizes": [4, 12]}
+    options: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 512}
+    options |= {"max_loras": 4, "num_speculative_tokens": 3, "speculative_method": "eagle"}
+    accepted = "speculative.accepted_tokens=2.5"
+    found = read(json.dumps(given), **options, overrides=[accepted])
+    notes = emit(build_plan(found.loaded.config), "vllm", found.options).notes
+    command = notes[0].split("`")[1]
+    assert command.endswith(
+        " --max-num-seqs 64 --max-num-batched-tokens 512 --enable-lora --max-loras 4 "
+        f"--num-speculative-tokens 3 --speculative-method eagle --set {accepted}"
+    )
+    again = json.loads(shlex.split(command)[3])
+    mode = {"cudagraph_mode": "FULL_AND_PIECEWISE"}
+    assert again == {**given, "cudagraph_capture_sizes": [8, 16], **mode}
+    given["cudagraph_specialize_lora"] = False
+    old = read(json.dumps(given), **(options | {"speculative_method": "suffix"}))
+    notes = emit(build_plan(old.loaded.config), "vllm", old.options).notes
+    assert "--runner v1 --num-speculative-tokens 3`" in notes[0]
+    assert '"cudagraph_specialize_lora": false' in notes[0]
+
+
 @pytest.mark.parametrize(
     ("text", "options", "sizes"),
     [

@@ -81,7 +81,12 @@ def test_a_load_whose_steps_are_longer_is_a_warning_above_the_sizes(
     shown = " ".join(plain_text(brief(changed), 100).split())
     told = "4 times the load: 264 us a step, 100 us with the graphs asked for; a larger --"
     assert (told in shown.partition(" sizes ")[0]) is is_told
-    assert f"steps {us / 100 - 1:+.1%} at worst" in shown
+    remedies = {"capture_time": "larger --capture-time", "slo": "smaller --slo"}
+    for limit, remedy in remedies.items():
+        bound = changed.changed(evidence={**(changed.evidence or {}), "binding": [limit]})
+        shown = " ".join(plain_text(brief(bound), 100).split())
+        assert (f"; a {remedy} shortens it" in shown) is is_told
+        assert f"steps {us / 100 - 1:+.1%} at worst" in shown
 
 
 def test_a_plan_in_mode_none_says_how_graphs_are_asked_for() -> None:

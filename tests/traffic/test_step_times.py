@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from cgplan.errors import StepTimeError
 from cgplan.modes import RUNTIME_MODES, CUDAGraphMode
-from cgplan.traffic.histogram import StepShape, Traffic
 from cgplan.traffic.step_times import (
     FULL_OF_DECODE,
     LORA_OVERHEAD,
@@ -23,7 +22,6 @@ from cgplan.traffic.step_times import (
 )
 
 NONE, PIECEWISE, FULL = RUNTIME_MODES
-TRAFFIC = Traffic.of({StepShape(4, 4, True): 1.0}, "x")
 POINTS = st.dictionaries(st.integers(1, 300), st.floats(1, 1e6), min_size=1, max_size=8)
 
 
@@ -150,19 +148,16 @@ def test_times_between_and_beyond_points(
 )
 def test_assumptions_and_raised_points_are_noted(points: Any, note: str) -> None:
     times = times_of(**points)
-    assert any(found.startswith(note) for found in (*times.warnings, *times.notes))
+    assert any(found.startswith(note) for found in (*times.unsure, *times.notes))
 
 
 def test_small_changes_and_modes_that_a_plan_lacks_are_not_noted() -> None:
     assert not any("took" in note for note in times_of(FULL={1: 10.0, 8: 9.9}).notes)
     times = times_of(NONE={1: 100}, FULL={1: 20})
-    (warning,) = times.warnings
+    (warning,) = times.unsure
     assert "PIECEWISE was not measured" in warning
-    assert times.said_for(FULL, TRAFFIC) == ((), times.notes)
-    assert times.said_for(CUDAGraphMode.FULL_AND_PIECEWISE, TRAFFIC) == (
-        times.warnings,
-        times.notes,
-    )
+    assert times.said_for(FULL) == ((), times.notes)
+    assert times.said_for(CUDAGraphMode.FULL_AND_PIECEWISE) == (times.unsure, times.notes)
 
 
 @settings(max_examples=50, deadline=None)
@@ -542,9 +537,9 @@ def test_full_times_of_uniform_decode_alone_are_known_as_such(
 ) -> None:
     times = StepTimes.parse(text, "x")
     assert times.full_of_decode is is_of_decode
-    warnings, _ = times.said_for(FULL, TRAFFIC)
+    warnings, _ = times.said_for(FULL)
     assert (FULL_OF_DECODE in warnings) is is_of_decode
-    assert FULL_OF_DECODE not in times.said_for(CUDAGraphMode.FULL_AND_PIECEWISE, TRAFFIC)[0]
+    assert FULL_OF_DECODE not in times.said_for(CUDAGraphMode.FULL_AND_PIECEWISE)[0]
     assert StepTimes.parse(times.model_dump_json(), "x").full_of_decode is is_of_decode
 
 
@@ -615,10 +610,13 @@ def test_wrong_files_of_other_programs(text: str, message: str) -> None:
 
 def test_a_table_may_be_in_another_unit_and_a_bench_may_not() -> None:
     rows = HEADER + "NONE,1,14\nFULL,1,4\n"
-    told, _ = StepTimes.parse(rows, "times.csv").warnings
+    told, _ = StepTimes.parse(rows, "times.csv").unsure
     assert told == "eager at 1 token takes 14.0 us, 0.00097 times the default: is the unit right?"
+    milli = rows.replace("micro", "milli")
+    with pytest.raises(StepTimeError, match="times are in microseconds: convert them, rename"):
+        StepTimes.parse(milli, "times.csv")
     small = bench(record(1, 14.0, "FULL", 4.0))
-    (other,) = StepTimes.parse(json.dumps(small), "bench.json").warnings
+    (other,) = StepTimes.parse(json.dumps(small), "bench.json").unsure
     assert "PIECEWISE was not measured" in other
 
 
@@ -628,6 +626,12 @@ def test_iterations_of_a_vllm_log_are_step_times() -> None:
     assert [times.of(FULL, 4), times.of(PIECEWISE, 16), times.of(NONE, 62)] == [2200, 9000, 20000]
     with pytest.raises(StepTimeError, match="no iteration without speculative tokens"):
         StepTimes.parse(text.partition("\n")[2], "vllm.log")
+    steps = [line for line in text.splitlines() if "Iteration(3)" in line or "Iteration(4)" in line]
+    late = "\n".join(steps)
+    both = StepTimes.parse(f"{late}\n{text}", "vllm.log")
+    assert both.source.endswith(
+        " (without 2 iterations before its first start: give graphs.log from its first line)"
+    )
 
 
 @pytest.mark.parametrize(
