@@ -1169,13 +1169,14 @@ def test_transformers_generate_by_graphs(backend: GraphBackend) -> None:
     )
     default = lm.generate(prompt)
     assert default.shape == (2, 29)
-    lm.generation_config.cache_implementation = "static"  # a new one for each call
+    lm.generation_config.cache_implementation = "dynamic"  # a new one for each call
     before, graphs = g.graph_calls, g.runners
     for _ in range(4):
         assert torch.equal(lm.generate(prompt, max_new_tokens=12, do_sample=False), wanted[0])
     assert g.graph_calls == before
     assert set(g.runners) == set(graphs)
-    counts = [n for reason, n in g.eager_calls.items() if " cache_implementation does" in reason]
+    told = "generate with lm.generation_config.cache_implementation does not use"
+    counts = [n for reason, n in g.eager_calls.items() if reason.startswith(told)]
     assert counts == [4 * 12]
     lm.generation_config.cache_implementation = None
     from transformers import T5Config, T5ForConditionalGeneration
@@ -1394,7 +1395,8 @@ def test_copies_of_what_graphed_generate_returns(backend: GraphBackend) -> None:
             other.warm_up(prompt)
     with pytest.raises(AttributeError) as refused:
         g.load_state_dict({})
-    assert "of a method, its object has the rest" in refused.value.__notes__[0]
+    told = "of a method, its object has the rest: call load_state_dict on the model"
+    assert told in refused.value.__notes__[0]
     del lm.forward, lm.generate
     copy.copy(g)
     assert "forward" not in vars(lm)
@@ -1419,6 +1421,62 @@ def test_hooks_of_each_request_are_told_once(
     told = "3 times graphs were freed, as the model had changed: model.model.layers[0].mlp."
     assert f"{told}_forward_hooks" in g.explain()
     assert "ignore=" not in g.explain()
+
+
+@pytest.mark.parametrize("place", ["model", "config", "argument"])
+def test_a_static_cache_that_is_asked_for_is_that_of_graphs(
+    backend: GraphBackend, place: str
+) -> None:
+    from transformers import GenerationConfig
+
+    lm = decoder(backend)
+    prompt = torch.randint(2, 200, (2, 9), device=backend.device)
+    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
+    wanted = lm.generate(prompt, **options)
+    static = {"cache_implementation": "static"}
+    if place == "model":
+        lm.generation_config.cache_implementation = "static"
+    elif place == "config":
+        options = {"generation_config": GenerationConfig(**options, **static)}
+    else:
+        options |= static
+    g = cgplan.graphed_generate(lm, max_cache_len=32)
+    for _ in range(2):
+        assert torch.equal(lm.generate(prompt, **options), wanted)
+    assert replays(g) > 0
+    assert set(g.eager_calls) == {"the first calls of a kind"}
+    if place == "model":  # a config without a choice takes the model's
+        own = GenerationConfig(max_new_tokens=6, do_sample=False)
+        assert torch.equal(lm.generate(prompt, own), wanted)
+        assert set(g.eager_calls) == {"the first calls of a kind"}
+
+
+def test_generate_of_a_subclass_whose_forward_takes_any_arguments(backend: GraphBackend) -> None:
+    lm = decoder(backend)
+
+    class Negated(type(lm)):  # type: ignore[misc]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            output = super().forward(*args, **kwargs)
+            output.logits = -output.logits
+            return output
+
+    lm.__class__ = Negated
+    prompt = torch.randint(2, 200, (2, 9), device=backend.device)
+    wanted = lm.generate(prompt, max_new_tokens=6, do_sample=False)
+    g = cgplan.graphed_generate(lm, max_cache_len=32)
+    for _ in range(2):
+        assert torch.equal(lm.generate(prompt, max_new_tokens=6, do_sample=False), wanted)
+    assert replays(g) > 0
+
+
+def test_a_compiled_call_that_graphs_replace_is_told(
+    backend: GraphBackend, caplog: pytest.LogCaptureFixture
+) -> None:
+    lm = decoder(backend)
+    lm.compile()
+    told = "lm.compile() has no effect: set lm.forward = torch.compile(lm.forward) before"
+    assert told in cgplan.graphed_generate(lm, max_cache_len=32).explain()
+    assert told in caplog.text
 
 
 def test_generate_that_graphs_do_not_see_is_told(
@@ -1657,6 +1715,8 @@ def test_generate_with_a_sliding_window(backend: GraphBackend, window: int | Non
     told = "generate with sliding or chunked attention does not use the cache"
     assert (told in g.explain()) is (window is not None)
     assert "set model.config" not in g.explain(), "a text may be longer than the window"
+    hint = "; max_cache_len 16 is within the window 16: lm.config.sliding_window = None gives"
+    assert (hint in g.explain()) is (window is not None)
     assert "ignore" not in g.explain(), "the number decides what the cache does"
 
 
@@ -1698,3 +1758,4 @@ def test_no_ignore_makes_graphs_of_a_sliding_window(backend: GraphBackend) -> No
     for prompt, tokens in zip(prompts, wanted, strict=True):
         assert torch.equal(lm.generate(prompt, max_new_tokens=12, do_sample=False), tokens)
     assert not replays(g)
+    assert "lm.config.sliding_window" not in g.explain(), "a text may be longer"

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
-from types import EllipsisType, MappingProxyType, MethodType
+from types import EllipsisType, MappingProxyType, MethodType, SimpleNamespace
 from typing import Any, Literal, Never, Self, cast
 
 import torch
@@ -367,7 +367,7 @@ class Graphed:
         except AttributeError as error:
             error.add_note(
                 "graphed has explain(), graph_calls, eager_calls and runners (g.runners[0].stats); "
-                "of a method, its object has the rest"
+                f"of a method, its object has the rest: call {name} on the model"
             )
             raise
         if name != "generate" or not callable(value):
@@ -536,8 +536,8 @@ def graphed_generate(
             f"max_cache_len is {max_cache_len!r:.80}, no whole number from 1",
             remedy="Give max_cache_len=1024.",
         )
-    is_decoder = not isinstance(model, Graphed) and hasattr(type(model), "generate")
-    if not is_decoder or not cache_argument(model) or model.config.is_encoder_decoder:
+    is_decoder = hasattr(type(model), "generate") and cache_argument(model)
+    if not is_decoder or model.config.is_encoder_decoder:
         raise ConfigError(
             f"{type(model).__name__} is not a decoder-only model of transformers with a KV cache",
             remedy="Pass the model itself, with its LM head: "
@@ -557,6 +557,10 @@ def graphed_generate(
             "traces the forward, and its cache is in no trace",
             remedy="Leave compiler out. PIECEWISE needs splitting_modules, such as "
             '["model.layers.*.self_attn"].',
+        )
+    if getattr(model, "_compiled_call_impl", None):
+        vars(g)["_learner"].tell_once(
+            "lm.compile() has no effect: set lm.forward = torch.compile(lm.forward) before"
         )
     model.forward = g
     vars(g)["generate"] = model.generate = _Generate(model, max_cache_len)
@@ -588,7 +592,6 @@ class _Generate:
     ) -> None:
         functools.update_wrapper(self, type(model).generate)
         self.model = model
-        self._cache_argument = str(cache_argument(model))
         self._max_cache_len = max_cache_len
         self.caches = dict[Any, Any]()
         self._lock = threading.Lock()
@@ -605,23 +608,69 @@ class _Generate:
         **given: Any,
     ) -> Any:
         model = self.model
-        own = type(model).generate
         learner = vars(model.forward).get("_learner")
-        if learner is not None:  # forward is not deleted
+        if learner:  # forward is not deleted
             learner.suspect()  # the first token compares everything
-        settings = generation_config or model.generation_config
+        places = {
+            "": SimpleNamespace(**given),
+            "generation_config.": generation_config,
+            "lm.generation_config.": model.generation_config,
+        }
 
-        def option(name: str, default: Any = None) -> Any:
-            found = given.get(name)
-            found = getattr(settings, name, None) if found is None else found
-            return default if found is None else found
+        def option(name: str, default: Any = None, where: bool = False) -> Any:
+            for place, settings in places.items():
+                found = getattr(settings, name, None)
+                if found is not None:
+                    return place + name if where else found
+            return default
 
         def run() -> Any:
-            return own(model, inputs, generation_config, *others, **given)
+            return type(model).generate(model, inputs, generation_config, *others, **given)
 
         prompt: Any = given.get("input_ids") if inputs is None else inputs
-        if given.get("cache_implementation") == "static":  # it gets one
-            del given["cache_implementation"]
+        reason = self._why_eager(prompt, option)
+        if reason:
+            caches = map(given.get, CACHE_ARGUMENTS)
+            if any(getattr(cache, "is_compileable", cache is not None) for cache in caches):
+                self._tell(
+                    "generate uses the cache that it is given: a new one has no graphs until its "
+                    "third decode step"
+                )
+                return run()
+            self._tell(reason)
+            with setting(vars(model.forward)["_calls"].own_code_reason, reason):
+                return run()
+        if option("guidance_scale", 1) != 1:
+            self._tell("with guidance_scale the unconditional half runs eagerly")
+        length = prompt.shape[1]
+        more = option("max_new_tokens")
+        longest = length + more if more else option("max_length", length + _NEW_TOKENS)
+        longest -= 1  # the last token is not cached
+        if longest > self._max_cache_len:
+            raise InputError(
+                f"generate may cache {longest} tokens, and max_cache_len is {self._max_cache_len}",
+                remedy="Ask for fewer by max_new_tokens, set a larger max_cache_len, or pass "
+                'cache_implementation="dynamic" for eager code.',
+            )
+        if option("cache_implementation"):
+            given["cache_implementation"] = None
+        if generation_config is None:
+            given.setdefault("disable_compile", True)
+        else:
+            generation_config = copy.copy(generation_config)
+            generation_config.disable_compile = True
+        with self._lock:
+            given[str(cache_argument(model))] = self._cache_of(
+                len(prompt) * option("num_return_sequences", 1)
+            )
+            self._thread = threading.get_ident()
+            try:
+                return run()
+            finally:
+                self._thread = 0
+
+    def _why_eager(self, prompt: Any, option: Callable[..., Any]) -> Any:
+        model = self.model
         text = model.config.get_text_config(decoder=True)
         without = {
             "num_beams": option("num_beams", 1) > 1,
@@ -639,54 +688,25 @@ class _Generate:
             ),
         }
         # an empty cache counts as false
-        other = [name for name in _OTHER_CACHES if option(name) not in (None, False)]
+        other = [
+            option(name, where=True)
+            for name in _OTHER_CACHES
+            if option(name) not in (None, False, "static")
+        ]
         other += filter(without.get, without)
+        hint = ""
         if not other and any(self._new_cache().is_sliding):  # they count tokens in Python
             other = ["sliding or chunked attention"]
-        if other:
-            is_static = any(
-                getattr(cache, "is_compileable", cache is not None)
-                for cache in map(given.get, CACHE_ARGUMENTS)
-            )
-            if is_static:
-                self._tell(
-                    "generate uses the cache that it is given: a new one has no graphs until its "
-                    "third decode step"
+            window = getattr(text, "sliding_window", None) or 0
+            if self._max_cache_len <= window and not getattr(text, "layer_types", None):
+                hint = (
+                    f"; max_cache_len {self._max_cache_len} is within the window {window}: "
+                    "lm.config.sliding_window = None gives graphs and equal numbers"
                 )
-                return run()
-            reason = (
-                f"generate with {' and '.join(other)} does not use the cache that "
-                "graphed_generate keeps for graphs"
-            )
-            self._tell(reason)
-            with setting(vars(model.forward)["_calls"].own_code_reason, reason):
-                return run()
-        if option("guidance_scale", 1) != 1:
-            self._tell("with guidance_scale the unconditional half runs eagerly")
-        length = prompt.shape[1]
-        longest = length + option("max_new_tokens", 0)
-        if longest == length:
-            longest = option("max_length", length + _NEW_TOKENS)
-        longest -= 1  # the last token is not cached
-        if longest > self._max_cache_len:
-            raise InputError(
-                f"generate may cache {longest} tokens, and max_cache_len is {self._max_cache_len}",
-                remedy="Ask for fewer by max_new_tokens, set a larger max_cache_len, or pass "
-                'cache_implementation="dynamic" for eager code.',
-            )
-        if generation_config is None:
-            given.setdefault("disable_compile", True)
-        else:
-            generation_config = copy.copy(generation_config)
-            generation_config.disable_compile = True
-        rows = len(prompt) * option("num_return_sequences", 1)
-        with self._lock:
-            given[self._cache_argument] = self._cache_of(rows)
-            self._thread = threading.get_ident()
-            try:
-                return run()
-            finally:
-                self._thread = 0
+        return other and (
+            f"generate with {' and '.join(other)} does not use the cache that "
+            f"graphed_generate keeps for graphs{hint}"
+        )
 
     def _tell(self, text: str) -> None:
         vars(self.model.forward)["_learner"].tell_once(text)

@@ -20,7 +20,7 @@ except ImportError as error:
         f"model target transformers: {error}", remedy="Install it: pip install cgplan[transformers]"
     ) from error
 
-_NEAR = 0.85  # other tools' keys are less alike
+_NEAR = 0.72  # other tools' keys are less alike
 _ATTENTION_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -201,7 +201,8 @@ def read_config(config: Mapping[str, Any] | None, config_file: str | None) -> An
         ) from error
     for name in map(str, config):
         hint = did_you_mean(name, vars(usual), cutoff=_NEAR)
-        if hint and config_file is None and not hasattr(usual, name):
+        is_known = hasattr(usual, name) or hasattr(usual, f"_{name}")
+        if hint and config_file is None and not is_known:
             raise ModelError(f"{where}: unknown key {name!r}", remedy=f"{hint}Or remove it.")
     return found
 

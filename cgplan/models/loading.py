@@ -27,13 +27,12 @@ CACHE_ARGUMENTS = ("cache", "past_key_values")
 
 
 def cache_argument(model: object) -> str | None:
-    forward = getattr(type(model), "forward", None)
-    if not callable(forward):
-        return None
-    arguments = inspect.signature(forward).parameters
-    for name in CACHE_ARGUMENTS:
-        if name in arguments:
-            return name
+    for kind in type(model).__mro__:
+        forward = vars(kind).get("forward")
+        arguments = inspect.signature(forward).parameters if callable(forward) else ()
+        for name in CACHE_ARGUMENTS:
+            if name in arguments:
+                return name
     return None
 
 
@@ -157,7 +156,7 @@ def find_file(name: str, base_dir: Path | None) -> Path:
     looked = " and ".join(map(str, files))
     raise ModelError(
         f"no file {name}: looked for {looked}",
-        remedy="Paths start from the configuration file's folder.",
+        remedy="Paths start from the configuration file's folder. Of folders name config.json.",
     )
 
 

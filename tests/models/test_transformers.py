@@ -196,6 +196,11 @@ def test_seed_decides_the_weights_and_leaves_the_callers_random_state() -> None:
             {"config": {**QWEN3, "hiden_size": 64}},
             "config: unknown key 'hiden_size'\n  remedy: Did you mean 'hidden_size'?",
         ),
+        (
+            {"config": {**QWEN3, "num_layers": 2}},
+            "config: unknown key 'num_layers'\n  remedy: Did you mean 'num_hidden_layers'?",
+        ),
+        ({"config_file": "."}, "Of folders name config.json."),
         ({"config": {"model_type": "vit"}}, "no causal LM"),
         (
             {"config": QWEN3, "dtype": "bflot16"},
