@@ -1006,8 +1006,10 @@ def test_a_failure_of_the_model_shows_that_its_forward_takes_any_name(
 
     with pytest.raises(ModelError, match="NoneType") as caught:
         open_runner(backend, model)
-    wanted = "Check the declared inputs against the model's forward(picture, **kwargs)."
-    assert caught.value.remedy.startswith(wanted)
+    assert caught.value.remedy.startswith(
+        "The forward has no argument 'x': its **kwargs took it. Check the declared inputs against "
+        "the model's forward(picture, **kwargs)."
+    )
 
 
 def test_a_failure_under_capture_names_the_users_line(backend: GraphBackend) -> None:
