@@ -528,7 +528,11 @@ class VllmOptions:
         if self.vllm is not None:
             from cgplan.planning.engines import read_vllm
 
-            return read_vllm(self.vllm, overrides=overrides, **options)
+            found = read_vllm(self.vllm, overrides=overrides, **options)
+            if self.max_loras and not self.enable_lora:
+                note = "vLLM ignores --max-loras without --enable-lora: add that, or leave both out"
+                found = found._replace(notes=(note, *found.notes))
+            return found
         if options:
             raise BadParameter("--max-num-seqs and the like are vLLM's options: add --vllm '{}'")
         return None

@@ -492,10 +492,12 @@ class StepTimes(Record):
         steps = [Timed(*step) for step in logged_steps(text)]
         if steps:
             source = f"the log of vLLM, {path}"
-            if lost := steps_before_start(text):
+            lost = steps_before_start(text)
+            if lost:
+                left_out = counted(lost, "iteration")
                 source += (
-                    f" (without {lost} iterations before its first start: give graphs.log from its "
-                    "first line)"
+                    f" (without {left_out} before its first start: give graphs.log from its first "
+                    "line)"
                 )
             return _of_runs(steps, median, path, source, [_OF_LOG])
         is_json = text.lstrip().startswith(("{", "["))

@@ -1722,3 +1722,10 @@ def test_a_log_without_captures_is_no_source_of_costs(home: Path) -> None:
     (home / "eager.log").write_text("INFO Initializing a V1 LLM engine (v0.33.0)\n")
     message = refused(errors.ReportError, *use_traffic(home), "--costs", "eager.log")
     assert "no line `Graph capturing finished`" in message
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_adapters_that_vllm_would_not_take_are_noted(enabled: bool) -> None:
+    lora = ["--max-loras", "4", *["--enable-lora"] * enabled]
+    shown = good("plan", "--vllm", "{}", "--max-num-seqs", "8", *lora).stdout
+    assert ("vLLM ignores --max-loras without --enable-lora" in shown) is not enabled
