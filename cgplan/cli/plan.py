@@ -444,15 +444,17 @@ def _for_sizes(
     from cgplan.traffic.step_times import REMEDY, StepSurface
 
     surface = None
-    doubts = {}
+    doubts: list[str] = []
     file = loads.step_times
     if file:
         text = read_text(file, StepTimeError, REMEDY)
         surface = StepSurface.parse(text, file, config.dim_names)
-        doubts["unsure"] = [*_doubts(text, file, config, priced)]
+        doubts += _doubts(text, None, file, config, priced)
     sizes = read_sizes(loads.files[0][0], dims_of(config), build_plan(config))
     plan = propose_boxes(config, sizes, surface, priced.costs)
-    return plan.changed(machine=priced.machine, evidence={**(plan.evidence or {}), **doubts})
+    evidence = {**(plan.evidence or {})}
+    evidence["unsure"] = [*doubts, *evidence["unsure"]]
+    return plan.changed(machine=priced.machine, evidence=evidence)
 
 
 def _for_traffic(
@@ -526,14 +528,20 @@ def _times_of(loads: Loads, config: Config, priced: Priced) -> tuple[StepTimes, 
     if not file:
         return StepTimes.default(), None
     text = read_text(file, StepTimeError, REMEDY)  # once: it may be a pipe
-    doubts = tuple(_doubts(text, file, config, priced))
-    times = StepTimes.parse(text, file)
-    return times.changed(unsure=doubts + times.unsure), StartLog.parse(text)
-
-
-def _doubts(text: str, file: Path, config: Config, priced: Priced) -> Iterator[str]:
-    subject = f"the step times of {file}"
     log = StartLog.parse(text)
+    doubts = tuple(_doubts(text, log, file, config, priced))
+    times = StepTimes.parse(text, file)
+    return times.changed(unsure=doubts + times.unsure), log
+
+
+def _doubts(
+    text: str,
+    log: StartLog | None,
+    file: Path,
+    config: Config,
+    priced: Priced,
+) -> Iterator[str]:
+    subject = f"the step times of {file}"
     model = priced.costs and priced.costs.model
     if log and model and log.model not in (None, model):
         yield f"{subject} are of {log.model}, the costs of {model}"

@@ -1330,6 +1330,14 @@ def test_boxes_of_a_plan_are_captured_and_measured(home: Path) -> None:
     assert "warning the step times of bench.json are those of cpu (tape), not of a GPU" in shown
 
 
+def test_a_size_that_runs_in_larger_boxes_is_told_with_step_times_too(home: Path) -> None:
+    grid = settings("dims={batch: {max: 16}, length: {max: 64, sizes: [20, 64]}}")
+    (home / "times.csv").write_text("batch,length,microseconds\n1,20,5\n16,20,5\n1,64,6\n16,64,6\n")
+    command = sized(home, *grid, "--max-graphs", "1", "--step-times", "times.csv", "--json")
+    unsure = (Plan.from_json(good(*command).stdout).evidence or {})["unsure"]
+    assert any("batches of length 20 run in larger boxes" in text for text in unsure)
+
+
 def test_memory_binds_boxes(home: Path) -> None:
     """Of an estimate, and of a capture's report, which the captured plan then meets."""
     command = sized(home, "--json")
