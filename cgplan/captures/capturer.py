@@ -311,9 +311,8 @@ class Capturer:
                     graphs.backend.device.type,
                     put_back.storages,
                     storages_of(tensors),
+                    shows_writes=can_watch,
                 )
-                if not can_watch:
-                    put_back.storages.watched = None
             earlier = put_back.last
             with rehearsal.judged_run(key[0]), log or nullcontext():
                 graphs.warm_up(key)

@@ -11,6 +11,7 @@ from rich.console import RenderableType
 
 from cgplan.cli.options import InspectRequest
 from cgplan.cli.output import note, prints_aside, show, wrapped
+from cgplan.cli.plan import costs_of
 from cgplan.config import LoadedConfig, read_config
 from cgplan.config.load import read_text
 from cgplan.config.reference import inline_yaml
@@ -44,8 +45,6 @@ class Row(NamedTuple):
 def inspect_config(request: InspectRequest, vllm: VllmConfig | None) -> None:
     loaded = vllm.loaded if vllm else read_config(request.path, request.settings())
     notes: list[str] = []
-    from cgplan.cli.plan import costs_of
-
     priced = costs_of(loaded, request.costs)
     costs = priced.costs
     loaded = lowered(loaded, priced.log)

@@ -53,7 +53,7 @@ _MAX_GRAPHS = "Pass a number: max_graphs=16."
 _STRICT = "Pass strict=True, or leave it out."
 _MOST_KINDS = 256
 _MANY_SHAPES = 16
-_MOST_STATES = 2  # of an object that graphs serve: as it was made, and filled
+_MOST_STATES = 2  # of one object that graphs serve: new, and filled
 NEW_STATES = "an object argument is new or in another state at each call"
 _EXACT = "so nothing is padded, and each shape has its own graph"
 logger = logging.getLogger(__name__)

@@ -197,12 +197,15 @@ class RunLog(OperatorMode):
         device: str,
         storages: WrittenStorages,
         known: Iterable[int],
+        *,
+        shows_writes: bool = True,
     ) -> None:
         super().__init__(device)
         self.outside = Outside(known)
         self._storages = storages
         self._found = Footprint()
-        storages.watched = self._found.written, self._found.overwritten
+        if shows_writes:
+            storages.watched = self._found.written, self._found.overwritten
 
     def see(
         self,
@@ -503,11 +506,11 @@ class Look(DispatchMode):
             self.found.rebound += self._left.changes().values()
         made = dict[int, object]()
 
-        def note(node: object) -> bool:
+        def note(node: object) -> bool:  # of each node, containers too
             storages = storages_of(tensors_in(node)).keys()
             is_computed = storages - self._of_model.keys() - self._inputs.keys()
             if is_computed and type(node) in (list, dict):
-                return False  # replays give it anew
+                return False  # replays make a new one
             if not isinstance(node, Module | torch.Tensor | tuple):
                 self._given[id(node)] = node
                 if id(node) not in self._of_state:
