@@ -58,7 +58,10 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("requests.csv", "a.csv", "b.csv", "tomorrow.csv"):
         (tmp_path / name).write_text("".join(trace[:1000]))
     shutil.copy(data / "vllm.log", tmp_path)
-    shutil.copy(data / "vllm_start.log", tmp_path / "start.log")
+    start = (data / "vllm_start.log").read_text()
+    (tmp_path / "start.log").write_text(start)
+    eager = start.replace("enforce_eager=False", "enforce_eager=True")
+    (tmp_path / "both.log").write_text(start + eager)
     shutil.copy(data / "golden" / "bench_gpu.json", tmp_path / "bench.json")
     shutil.copy(data / "golden" / "plan_traffic.json", tmp_path / "plan-old.json")
     shutil.copy(ROOT / "configs" / "decoder_cpu.yaml", tmp_path / "serve.yaml")
