@@ -30,10 +30,10 @@ def test_each_error_has_its_section_with_its_exit_code() -> None:
         assert anchor == error.__name__.lower()  # as GitHub and the site make it of the heading
 
 
-def test_the_first_table_names_each_error_once() -> None:
+def test_the_first_table_names_each_error_once_with_its_exit_code() -> None:
     rows = re.findall(r"^\| .* \|$", PAGE.read_text(), re.MULTILINE)
-    named = re.findall(r"\[(\w+)\]\(#", "\n".join(rows))
-    assert sorted(named) == sorted(c.__name__ for c in CLASSES)
+    named = re.findall(r"\[(\w+)\]\(#\w+\) (\d+)", "\n".join(rows))
+    assert sorted(named) == sorted((c.__name__, str(c.exit_code)) for c in CLASSES)
 
 
 def test_pages_in_the_package_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
