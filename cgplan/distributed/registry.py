@@ -1,4 +1,4 @@
-"""Where the inputs of captured all-reduces lie for every rank: docs/distributed.md, Buffers that
+"""Where the inputs of captured all-reduces lie for every rank: docs/architecture.md, Buffers that
 graphs read.
 """
 
