@@ -633,7 +633,7 @@ def summary(records):
         if taken:
             equal, near = words.count("equal"), sum(word.startswith("~") for word in words)
             rest = len(taken) - equal - near
-            yield f"{name}: captured {len(taken)}, equal {equal}, within rounding {near}, else {rest}"
+            yield f"{name}: captured {len(taken)}, of them equal {equal}, within rounding {near}, neither {rest}"
     steps = {}
     for record in ran:
         for size in record["timed"]:
@@ -665,10 +665,14 @@ def markdown(records):
             tables.append((f"Device time, {counted(size, 'row')}, microseconds", (size, "device_us"), names))
             tables.append((f"Host time, {counted(size, 'row')}, microseconds", (size, "host_us"), names))
         tables.append(("Seconds until ready, and memory", "costs", names))
-    shapes = "Shapes are those of published models, most with fewer layers. mamba and rwkv read 8 tokens. "
+    shapes = "Shapes are those of published models, most with fewer layers; mamba and rwkv read 8 tokens. "
     beside = (
-        f"{first['jobs']} models at a time ran on each device: others compiled, and inductor chose kernels, while one "
-        "was timed. "
+        f" {first['jobs']} models at a time ran on each device: others compiled while one was timed, so host times are "
+        "those of a busy machine."
+    )
+    timed = (
+        "Device times are of calls queued one after another, host times until a call on an idle device returned. "
+        "Memory is that of torch's allocator alone."
     )
     meanings = [word for word, needs in WORDS.items() if needs is None or needs in names]
     away = {}  # why some did not run
@@ -678,33 +682,36 @@ def markdown(records):
     lines = [
         "# The model zoo",
         "",
-        "Which models graphs can hold, whether the numbers stay right, and how long calls take. The models have random "
-        f"weights; `docs/measure/zoo.py --scale {first['scale']} --report docs/zoo.md` ran each in several ways and "
-        f"wrote this page, on {first['device']} ({first['backend']}) with torch {first['torch']}.",
-        "",
-        f"{shapes * (first['scale'] == 'real')}Batches have {', '.join(map(str, first['sizes']))} rows; those of "
-        f"{', '.join(map(str, first['timed']))} are timed. {beside * (first['jobs'] > 1)}"
-        "Memory is that of torch's allocator alone.",
+        "Can graphs hold your model, do its numbers stay right, and how long do calls take? Find it, or one like it, "
+        "in the tables below, which compare these ways to run it:",
         "",
         "| way | what runs |",
         "|---|---|",
         *(f"| {name} | {text} |" for name, text in RUNS.items() if name in names),
         "",
+        *(f"- {text}" for text in summary(records)),
+        *(f"- did not run: {', '.join(models)} ({reason})" for reason, models in away.items()),
+        "",
+        f"`docs/measure/zoo.py --scale {first['scale']} --report docs/zoo.md` wrote this page, on {first['device']} "
+        f"({first['backend']}) with torch {first['torch']}. Weights are random. {shapes * (first['scale'] == 'real')}"
+        f"Batches have {', '.join(map(str, first['sizes']))} rows; those of {', '.join(map(str, first['timed']))} are "
+        f"timed.{beside * (first['jobs'] > 1)}",
+        "",
+        timed,
+        "",
         "| cell | what it means |",
         "|---|---|",
         *(f"| {word} |" for word in meanings),
-        "",
-        *(f"- {text}" for text in summary(records)),
-        *(f"- did not run: {', '.join(models)} ({reason})" for reason, models in away.items()),
     ]
     for title, what, ways in tables:
         lines += table(title, ways, [(row["name"], cells(row, what, ways)) for row in ran])
     notes = {
-        "Beside reduce-overhead": "A way's time over that of reduce-overhead, at each timed size: below 1 is faster. "
-        "*Compiling* is the time until all sizes of the way are ready, over that until reduce-overhead is ready for "
-        f"{first['timed'][-1]} rows alone. *Above* names the models that miss the aim.",
-        "FULL against the kernels of eager": "Device time of FULL over that of eager code (where "
-        "eager code keeps the device busy) and over that of graphs by hand.",
+        "Beside reduce-overhead": "The time of a way, divided by that of reduce-overhead, at each timed size: below 1 "
+        "is faster. *Compiling* is the time until all sizes of the way are ready, divided by that until "
+        f"reduce-overhead is ready for {first['timed'][-1]} rows alone. The models after *above* miss the aim, which "
+        "is the number there.",
+        "FULL against the kernels of eager": "The device time of FULL, divided by that of eager code, where eager code "
+        "keeps the device busy, and by that of graphs by hand (`bare`).",
     }
     for title, columns in comparisons(first["timed"]).items() if first["backend"] == "cuda" else ():
         known = [column for column in columns if any(column[1](record) is not None for record in ran)]
@@ -724,7 +731,8 @@ def markdown(records):
             if "error" in way:
                 error = re.sub(r"(?<= at )/\S*/(?=[^/]+/[^/]+\.py)", "", f"{way['error_type']}: {way['error']}")
                 refused.setdefault(f"{name}: {error}", []).append(record["name"])
-    lines += ["", "## Refused, and why", ""] if refused else []
+    cures = "[HostSyncError](troubleshooting.md#hostsyncerror), [CaptureError](troubleshooting.md#captureerror)"
+    lines += ["", "## Refused, and why", "", f"What to do about them: {cures}.", ""] if refused else []
     lines += [f"- {text} ({', '.join(models)})" for text, models in refused.items()]
     return "\n".join(lines) + "\n"
 
