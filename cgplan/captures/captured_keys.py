@@ -4,9 +4,9 @@ Note [Giving a key up]
     A pool keeps its segments while a graph lives, so graphs are captured again in a new pool. What
     is captured next:
 
-    start-up, guard refuses it  none: smaller keys share the pool, not the driver's memory
+    start-up, guard refuses it  none: a smaller key takes as much of the driver's memory
     start-up, none captured     the next key, which is smaller
-    start-up, others captured   those again; keys that wait get no graph
+    start-up, others captured   those again, on all ranks; keys that wait get no graph
     service, an own pool grew   those again, then keys that wait
     service, else               the next key; no new pool
 """

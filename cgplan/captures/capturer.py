@@ -176,7 +176,7 @@ class Capturer:
                 answers = graphs.capture_answers(mode, capturing=True)
                 with rehearsal.judged_run(mode, captures=True), answers, log:
                     output = graphs.run_wrapped(key, graphs.views(descriptor))
-            rehearsal.refuse_first_use()  # a value that each run reads has failed the capture
+            rehearsal.refuse_first_use()
         except Exception as error:
             return self._failed(rehearsal, attempt, error)
         self._check(attempt, output)
@@ -222,7 +222,6 @@ class Capturer:
         is_verdict = type(error) is CaptureError or isinstance(failure, CaptureMemoryError)
         needs_warm_up = attempt.is_cold and not is_verdict
         if not looks_again and not needs_warm_up:
-            rehearsal.put_back.undo_failed()
             raise_caused(failure, error)
         drop_locals(error)
         graphs.evict([attempt.key])
@@ -294,7 +293,7 @@ class Capturer:
 
     def _run(self, rehearsal: Rehearsal, key: Key, times: int) -> None:
         graphs = self._graphs
-        outside = graphs.facts.outside
+        facts = graphs.facts
         put_back = rehearsal.put_back
         found = rehearsal.footprints[key[0]]
         # compiled kernels show no operators; after a look that failed this run fails, too
@@ -305,7 +304,7 @@ class Capturer:
             may_differ = (
                 put_back.is_first_run or put_back.has_first_use or key in put_back.storages.unsure
             )
-            if outside or (can_watch and may_differ):
+            if facts.outside or (can_watch and may_differ):
                 tensors = [*put_back.before.tensors, *graphs.views(key[1]).values()]
                 log = RunLog(
                     graphs.backend.device.type,
@@ -317,10 +316,12 @@ class Capturer:
             with rehearsal.judged_run(key[0]), log or nullcontext():
                 graphs.warm_up(key)
                 if log:
-                    found.reads |= log.outside.read_of(earlier, found.aside)
+                    read = log.outside.read_of(earlier, found.aside)
+                    found.reads |= read  # for the judgement at the block's end
+                    graphs.addresses.reads |= read.keys()
             if log:
                 changes = *earlier.values(), *put_back.last.values()
-                outside += log.outside.tensors([change.now for change in changes])
+                facts.outside += log.outside.tensors([change.now for change in changes])
         graphs.backend.synchronize()
 
     # --- what was captured ------------------------------------------------------------------------

@@ -461,6 +461,13 @@ class ModelGraphs:
                 f"the forward sets {_listed(of_sizes)} anew for each size; a replay does not, so "
                 "code that reads it later may find that of another size"
             )
+        self._choose_compared(put_back)
+        if not self.scope.is_open:
+            self.seal()
+
+    def _choose_compared(self, put_back: PutBack) -> None:
+        """The state that comparisons compare, and that which they only put back."""
+        facts = self.facts
         limit = copy_limit(self.config.compilation, self.backend)
         most_compared = 0 if self.real_rows is None else limit
         left = limit // 2  # a comparison copies it twice
@@ -479,15 +486,13 @@ class ModelGraphs:
             left -= nbytes
             if left >= 0:
                 facts.restored[written.path] = whole
-        if not self.scope.is_open:
-            self.seal()
 
     @property
     def copied_bytes(self) -> int:
         return 0 if self._rehearsal is None else self._rehearsal.put_back.storages.copied["device"]
 
     @contextmanager
-    def first_captures(self) -> Iterator[Rehearsal]:
+    def first_captures(self) -> Iterator[None]:
         """A block; if it raises, no graph stays."""
         with (
             span("capture session"),
@@ -496,7 +501,7 @@ class ModelGraphs:
             torch.no_grad(),
         ):
             try:
-                yield rehearsal
+                yield
             except BaseException:
                 rehearsal.put_back.captured.clear()
                 raise
@@ -504,16 +509,16 @@ class ModelGraphs:
             self.backend.synchronize()
 
     @contextmanager
-    def captures_again(self) -> Iterator[Rehearsal]:
+    def captures_again(self) -> Iterator[None]:
         """A block in torch's state of the first captures."""
         self.backend.synchronize()
         self.scope.is_open = True
         without_grad = self.ambient._replace(grad=False)
         in_state = without_grad.entered(self.backend.device.type)
         try:
-            with self.rehearsing() as rehearsal, in_state, self.buffers.on_padding():
+            with self.rehearsing(), in_state, self.buffers.on_padding():
                 with self.backend.session():
-                    yield rehearsal
+                    yield
                 self.backend.synchronize()
         finally:
             self.seal()
@@ -752,7 +757,9 @@ class Rehearsal:
         return torch.backends.cudnn.allow_tf32 and any("conv" in name for name in found.names)
 
     def forget_look(self, mode: CUDAGraphMode, failure: Any) -> bool:
-        """Whether another look helps: the capture alone needed the host, and packages are told."""
+        """Returns whether another look helps: the capture alone needed the host, and packages are
+        told.
+        """
         found = self.footprints.get(mode)
         if found is None:  # the look itself failed
             return False
@@ -761,7 +768,7 @@ class Rehearsal:
             self._late_syncs[mode] = failure
             del self.footprints[mode]
             return True
-        if mode not in self.judged:  # the look may have failed there, too
+        if mode not in self.judged:  # the look may have ended early
             del self.footprints[mode]
         return False
 
@@ -847,9 +854,9 @@ class Rehearsal:
         return {path: change for path, change in self.changes.items() if not is_steady(path)}
 
     def refuse_changed(self, what: str) -> None:
-        """After a run that failed: attributes can be put back, others not."""
+        """After a run that failed."""
         for change in self._left_python.values():
-            if not self.put_back.before.is_attribute(change):
+            if change.where is None:  # nothing can put it back
                 raise CaptureError(
                     f"{what}: the capture failed without a warm-up, and left {change}",
                     remedy=REBUILD_AND_WARM_UP,
@@ -857,6 +864,7 @@ class Rehearsal:
 
     def refuse_first_use(self) -> None:
         put_back = self.put_back
+        # a read in each run has failed the capture
         if put_back.value_read and put_back.made:
             self._refuse(f"computes a value for the host ({put_back.value_read}) {_FROM_INPUTS}")
         prepared = put_back.prepared

@@ -18,7 +18,8 @@ Note [The life of a kind]
     A change of the model between calls frees its graphs (``Kind.start_again``):
 
     READY, DIFFERED  NEW     without a replay since the change before: it did not pay
-    others but NEW   SEEN    where memory alone moved: CHANGED ones, the rest stay
+    CHANGED          SEEN
+    others but NEW   SEEN    unless memory alone moved
 
     Calls of an EAGER kind do not look for such a change.
 """

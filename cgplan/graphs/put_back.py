@@ -16,8 +16,7 @@ Note [What is put back]
     on first use and by each  refused                 back
       run, which write it
       other numbers of times
-    by a failed run           back at its end; entries of containers of a failed capture once
-                              it is given up
+    by a failed run           back at its end
 
     If a change of Python goes back that may be a tensor's flag, so does the tensor. Where
     `Calls.warm_up` finds an eager kind, first use stays, but flags and containers go back.
@@ -77,7 +76,7 @@ class PutBack:
         volatile: Paths that runs bind, except once on first use.
         last: Changes of Python after the last run.
         held: Tensors of first use that the graph of a key may read, though another key replaces
-            them; None: those that it replaced, which graphs of earlier rehearsals may read.
+            them; None: what was there before, which graphs of earlier rehearsals may read.
         captured: Keys whose capture did not fail.
         keeps_first_use, keeps_containers: A graph (after `Calls.warm_up` a call) relies on them.
         computed: Storages computed from inputs, by id, as looks saw.
@@ -107,7 +106,6 @@ class PutBack:
         self.value_read: str | None = None
         self.keeps_first_use = True
         self.keeps_containers = True
-        self._failed: dict[str, Change] = {}  # what a failed run left
         self._growing = set[int]()  # ids of dicts and lists that later runs add to
 
     # --- what runs change -------------------------------------------------------------------------
@@ -125,8 +123,8 @@ class PutBack:
         ``enters_made`` also those inside what earlier runs made. ``replays``: it runs no Python.
         """
         found = dict[str, Change]()
-        # one run tells no first use: until the next one its flags and bytes stay together
-        if len(self._runs) != 1 or not self._bound:
+        # one run tells no first use, nor does a capture: its flags and bytes stay together
+        if computes or len(self._runs) != 1 or not self._bound:
             self.storages.rewind()
         self.storages.begin_run()
         inside = self._now() if enters_made and self.last else None
@@ -139,22 +137,20 @@ class PutBack:
         finally:
             now = self.before.changes()
             if not is_whole:
-                self._take_back(
-                    _differing(self.last, now),
-                    containers=not captures,  # `refuse_changed` is to see them
-                )
+                for change in _differing(self.last, now).values():
+                    if change.where:
+                        change.bind(change.was)
                 now = self.before.changes()
             changed = _differing(self.last, now)
-            self._failed = {} if is_whole else changed
             key = self.key if is_whole else object()
             number = len(self._runs)
             run = Run(
-                number,
-                key,
-                key in self._runs,
-                is_whole and not replays,
-                captures,
-                computes,
+                number=number,
+                key=key,
+                is_later=key in self._runs,
+                ran_python=is_whole and not replays,
+                captures=captures,
+                computes=computes,
             )
             self._runs.append(key)
             if changed:
@@ -191,28 +187,6 @@ class PutBack:
                 known.uses.count(run)
             else:
                 known.uses.miss(run)
-
-    def undo_failed(self) -> None:
-        """Containers, too, as the failed capture is not tried again."""
-        for path in self._take_back(self._failed, containers=True):
-            known = self._bound.get(path)
-            if known and len(known.uses.runs) == 1:
-                del self._bound[path]
-        self._failed = {}
-        self.last = self.before.changes()
-
-    def _take_back(
-        self,
-        changes: Mapping[str, Change],
-        *,
-        containers: bool,
-    ) -> list[str]:
-        found = []
-        for path, change in changes.items():
-            if self._can_undo(change, containers=containers):
-                change.bind(change.was)
-                found.append(path)
-        return found
 
     def hold_made(self) -> None:
         """Ahead of a capture."""
@@ -283,9 +257,9 @@ class PutBack:
         self,
         path: str,
     ) -> bool:
-        """Whether each run changed it."""
+        """Whether each run that ended changed it."""
         known = self._bound.get(path)
-        return known is not None and len(known.uses.runs) == len(self._runs)
+        return known is not None and not known.uses.skipped
 
     # --- what becomes of it -----------------------------------------------------------------------
 

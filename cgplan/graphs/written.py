@@ -45,7 +45,7 @@ class Uses:
         runs: With versions written, if it is a tensor.
         by_later_run: Not each was its key's first one.
         repeated: Two runs of a key did.
-        skipped: Some run did not.
+        skipped: Some run that ended did not.
         stopped: A later run of such a key did not.
         overwrites: Whether watched runs wrote it unread.
     """
@@ -243,8 +243,8 @@ class WrittenStorages:
         *,
         adopts: bool = True,
     ) -> None:
-        """Ahead of an operator that writes them. ``adopts``: also what the model does not hold yet;
-        a later run would seem the first to write what an earlier one made.
+        """Ahead of an operator that writes them. ``adopts``: also what the model does not hold yet,
+        but not in later runs, which would seem the first to write what an earlier one made.
         """
         for tensor in written:
             try:
