@@ -11,7 +11,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -1157,8 +1157,18 @@ def test_transformers_generate_by_graphs(backend: GraphBackend) -> None:
             assert torch.equal(found, own)
     assert replays(g) > 50
     assert "captured again" not in g.explain()
-    with pytest.raises(InputError, match="may cache 39 tokens, and max_cache_len is 32"):
-        lm.generate(prompt, max_new_tokens=31)
+    for asked, told in (
+        ({"max_new_tokens": 31}, "max_new_tokens is 31: 39 to cache"),
+        ({"max_length": 40}, "max_length is 40: 39 to cache"),
+    ):
+        wrong = f"the prompt has 9 tokens, and {told}, and max_cache_len is 32"
+        with pytest.raises(InputError, match=wrong):
+            lm.generate(prompt, **asked)
+    longer = torch.cat([prompt, prompt], 1)
+    with pytest.raises(InputError, match="max_new_tokens is 20, the default of transformers: 37"):
+        lm.generate(longer)
+    with pytest.raises(ValueError, match=r"not used by the model: \['max_new_token'\]"):
+        lm.generate(longer, max_new_token=3)
     returned = lm.generate(prompt, max_new_tokens=4, return_dict_in_generate=True)
     lm.generate(prompt + 1, max_new_tokens=4)
     longer = torch.cat([returned.sequences, prompt], 1)
@@ -1247,6 +1257,18 @@ def test_generate_refuses_settings_that_give_it_no_graphs(
     with pytest.raises(ConfigError, match=told) as refused:
         cgplan.graphed_generate(lm, max_cache_len=16, compilation=settings)
     assert refused.value.remedy.startswith("Leave ")
+    assert "forward" not in vars(lm)
+
+
+def test_paths_of_modules_are_looked_up_ahead_of_calls() -> None:
+    lm = decoder(select_backend("cpu"))
+    settings = {"cudagraph_mode": "PIECEWISE", "splitting_modules": ["layers.*.self_attn"]}
+    for made in (cgplan.graphed, partial(cgplan.graphed_generate, max_cache_len=16)):
+        with pytest.raises(
+            ConfigError, match=r"no submodule matches 'layers.\*.self_attn'"
+        ) as wrong:
+            made(lm, compilation=settings)
+        assert wrong.value.remedy.startswith("Did you mean model.layers.*.self_attn")
     assert "forward" not in vars(lm)
 
 
@@ -1690,6 +1712,43 @@ def test_generate_without_a_prompt_of_tokens_tells_so(backend: GraphBackend) -> 
     assert "transformers" in str(refused.traceback[-1].path)
 
 
+def test_generate_with_pictures_by_positions_computed_ahead(backend: GraphBackend) -> None:
+    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    ends = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
+    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
+    widths = {"vocab_size": 200, "hidden_size": 32, "intermediate_size": 64}
+    seen = {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "patch_size": 4}
+    config = Qwen2VLConfig(
+        text_config={**widths, **heads, **ends, "rope_parameters": rope},
+        vision_config=seen,
+        image_token_id=5,
+        vision_start_token_id=7,
+        vision_end_token_id=8,
+    )
+    torch.manual_seed(0)
+    lm = Qwen2VLForConditionalGeneration(config).to(backend.device).eval()
+    picture = torch.tensor([7, 5, 5, 5, 5, 8])
+    ids = torch.cat([torch.randint(20, 200, (1, 7)), picture[None]], 1).to(backend.device)
+    mask = torch.ones_like(ids)
+    grid = torch.tensor([[1, 4, 4]], device=backend.device)
+    pixels = torch.randn(16, 3 * 2 * 16, device=backend.device)
+    batch = {"input_ids": ids, "attention_mask": mask, "image_grid_thw": grid}
+    types = {"mm_token_type_ids": (ids == 5).long()}
+    options = {"pixel_values": pixels, "max_new_tokens": 20, "do_sample": False}
+    wanted = lm.generate(**batch, **types, **options)
+    places, _ = lm.model.get_rope_index(**batch, **types)
+    text = (mask.cumsum(-1) - 1).clamp(0)
+    g = cgplan.graphed_generate(lm, max_cache_len=32)
+    assert torch.equal(lm.generate(**batch, **types, **options), wanted)
+    assert not g.graph_calls
+    assert "pad them to a few, and replace an argument that grows with each call" in g.explain()
+    places = torch.cat([text[None], places])
+    assert torch.equal(lm.generate(**batch, position_ids=places, **options), wanted)
+    assert replays(g) == 17
+
+
 def mistral(backend: GraphBackend) -> Any:
     """With a window of 16 tokens."""
     from transformers import MistralConfig, MistralForCausalLM
@@ -1701,22 +1760,35 @@ def mistral(backend: GraphBackend) -> Any:
     return MistralForCausalLM(config).to(backend.device).eval()
 
 
-@pytest.mark.parametrize("window", [16, None])
-def test_generate_with_a_sliding_window(backend: GraphBackend, window: int | None) -> None:
-    """Texts within the window are the same without it, and have graphs."""
+@pytest.mark.parametrize("length", [16, 32])
+@pytest.mark.parametrize("kind", ["Mistral", "Gemma2"])
+def test_generate_with_a_sliding_window(backend: GraphBackend, kind: str, length: int) -> None:
+    """A cache that the window holds needs none; a longer one has no graphs."""
+    import transformers
+
     lm = mistral(backend)
+    if kind == "Gemma2":
+        heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+        widths = {"vocab_size": 200, "hidden_size": 32, "intermediate_size": 64, "head_dim": 16}
+        ends = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
+        config = transformers.Gemma2Config(**widths, **heads, **ends, sliding_window=16)
+        assert "sliding_attention" in config.layer_types
+        lm = transformers.Gemma2ForCausalLM(config).to(backend.device).eval()
     prompt = torch.randint(2, 200, (2, 5), device=backend.device)
-    wanted = lm.generate(prompt, max_new_tokens=8, do_sample=False)
-    lm.config.sliding_window = window
-    g = cgplan.graphed_generate(lm, max_cache_len=16)
-    for _ in range(2):
-        assert torch.equal(lm.generate(prompt, max_new_tokens=8, do_sample=False), wanted)
-    assert (replays(g) > 0) is (window is None)
+    mask = torch.ones_like(prompt)
+    mask[0, :2] = 0
+    calls = [{"inputs": prompt}, {"input_ids": prompt, "attention_mask": mask}]
+    options = {"max_new_tokens": 12, "do_sample": False}
+    wanted = [lm.generate(**call, **options) for call in calls]
+    g = cgplan.graphed_generate(lm, max_cache_len=length)
+    for _ in range(3):
+        for call, tokens in zip(calls, wanted, strict=True):
+            assert torch.equal(lm.generate(**call, **options), tokens)
+    has_graphs = length == 16
+    assert (replays(g) > 50) is has_graphs
     told = "generate with sliding or chunked attention does not use the cache"
-    assert (told in g.explain()) is (window is not None)
-    assert "set model.config" not in g.explain(), "a text may be longer than the window"
-    hint = "; max_cache_len 16 is within the window 16: lm.config.sliding_window = None gives"
-    assert (hint in g.explain()) is (window is not None)
+    assert (told in g.explain()) is not has_graphs
+    assert ("; max_cache_len=16, the window, has graphs" in g.explain()) is not has_graphs
     assert "ignore" not in g.explain(), "the number decides what the cache does"
 
 

@@ -39,6 +39,7 @@ from cgplan.errors import CgplanError, ConfigError, InputError, did_you_mean, re
 from cgplan.graphs.fingerprint import Fingerprint
 from cgplan.models.loading import CACHE_ARGUMENTS, cache_argument, load_model, refuse_no_model
 from cgplan.modes import CUDAGraphMode
+from cgplan.piecewise.breakable import submodules_matching
 from cgplan.reports.layout import Column, Grid, TextColumn, plain_text
 from cgplan.reports.records import CaptureReport
 from cgplan.runner.runner import GraphRunner
@@ -147,6 +148,9 @@ class Graphed:
 
     def __init__(self, model: Callable[..., Any], settings: Settings) -> None:
         module = module_of(model)
+        compilation = settings.compilation
+        if compilation.cudagraph_mode.has_mode(CUDAGraphMode.PIECEWISE):
+            submodules_matching(module, compilation.splitting_modules)
         called = module.forward if module is model else model
         try:
             signature = inspect.signature(called)
@@ -642,16 +646,10 @@ class _Generate:
                 return run()
         if option("guidance_scale", 1) != 1:
             self._tell("with guidance_scale the unconditional half runs eagerly")
-        length = prompt.shape[1]
-        more = option("max_new_tokens")
-        longest = length + more if more else option("max_length", length + _NEW_TOKENS)
-        longest -= 1  # the last token is not cached
-        if longest > self._max_cache_len:
-            raise InputError(
-                f"generate may cache {longest} tokens, and max_cache_len is {self._max_cache_len}",
-                remedy="Ask for fewer by max_new_tokens, set a larger max_cache_len, or pass "
-                'cache_implementation="dynamic" for eager code.',
-            )
+        refuse = self._refuses_length(prompt.shape[1], option)
+        if refuse:
+            given["custom_generate"] = refuse  # after transformers has looked at the arguments
+            return run()
         if option("cache_implementation"):
             given["cache_implementation"] = None
         if generation_config is None:
@@ -668,6 +666,29 @@ class _Generate:
                 return run()
             finally:
                 self._thread = 0
+
+    def _refuses_length(
+        self,
+        length: int,
+        option: Callable[..., Any],
+    ) -> Callable[..., Never] | None:
+        more = option("max_new_tokens")
+        longest = option("max_length")
+        asked = f"max_length is {longest}"
+        if more or not longest:
+            asked = f"max_new_tokens is {more or f'{_NEW_TOKENS}, the default of transformers'}"
+            longest = length + (more or _NEW_TOKENS)
+        longest -= 1  # the last token is not cached
+
+        def refuse(*_: Any, **__: Any) -> Never:
+            raise InputError(
+                f"the prompt has {length} tokens, and {asked}: {longest} to cache, and "
+                f"max_cache_len is {self._max_cache_len}",
+                remedy="Ask for fewer by max_new_tokens, set a larger max_cache_len, or pass "
+                'cache_implementation="dynamic" for eager code.',
+            )
+
+        return refuse if longest > self._max_cache_len else None
 
     def _why_eager(self, prompt: Any, option: Callable[..., Any]) -> Any:
         model = self.model
@@ -697,24 +718,31 @@ class _Generate:
         hint = ""
         if not other and any(self._new_cache().is_sliding):  # they count tokens in Python
             other = ["sliding or chunked attention"]
-            window = getattr(text, "sliding_window", None) or 0
-            if self._max_cache_len <= window and not getattr(text, "layer_types", None):
-                hint = (
-                    f"; max_cache_len {self._max_cache_len} is within the window {window}: "
-                    "lm.config.sliding_window = None gives graphs and equal numbers"
-                )
+            if self._window:
+                hint = f"; max_cache_len={self._window}, the window, has graphs"
         return other and (
             f"generate with {' and '.join(other)} does not use the cache that "
             f"graphed_generate keeps for graphs{hint}"
         )
 
+    @property
+    def _window(self) -> int:
+        config = self.model.config.get_text_config(decoder=True)
+        return getattr(config, "sliding_window", None) or 0
+
     def _tell(self, text: str) -> None:
         vars(self.model.forward)["_learner"].tell_once(text)
 
     def _new_cache(self) -> Any:
-        from transformers import StaticCache
+        from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWindowLayer
 
-        return StaticCache(self.model.config, max_cache_len=self._max_cache_len)
+        longest = self._max_cache_len
+        cache = StaticCache(self.model.config, max_cache_len=longest)
+        for at, layer in enumerate(cache.layers):
+            # each text is within the window
+            if type(layer) is StaticSlidingWindowLayer and longest <= self._window:
+                cache.layers[at] = StaticLayer(longest)
+        return cache
 
     def _cache_of(self, rows: int) -> Any:
         is_inference = torch.is_inference_mode_enabled()  # its tensors are not written outside

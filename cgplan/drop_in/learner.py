@@ -357,7 +357,8 @@ class Learner:
             new = [note for note in kind.notes if note not in alike[0].notes]
             self.tell_once(
                 f"more than {_MANY_SHAPES} shapes came, now {', '.join(new)}: each has "
-                "graphs of its own, from its third call on",
+                "graphs of its own, from its third call on; pad them to a few, and replace an "
+                "argument that grows with each call",
                 "shapes",
             )
         named = call.by_name(self.signature)

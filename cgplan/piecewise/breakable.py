@@ -483,7 +483,7 @@ class Breaks(OperatorMode):
         device: str,
     ) -> None:
         super().__init__(device)
-        self.modules = _matching(model, patterns) if patterns else {}
+        self.modules = submodules_matching(model, patterns) if patterns else {}
         self.numbers: dict[str, None] = {}
         self._names = frozenset(names)
         called = [
@@ -536,7 +536,7 @@ def _operator_breaks_aside() -> Iterator[None]:
         mode.__enter__()  # type: ignore[no-untyped-call]
 
 
-def _matching(model: Function, patterns: Sequence[str]) -> dict[str, nn.Module]:
+def submodules_matching(model: Function, patterns: Sequence[str]) -> dict[str, nn.Module]:
     if not isinstance(model, nn.Module):
         raise ConfigError(
             "compilation.splitting_modules needs an nn.Module",
