@@ -672,7 +672,8 @@ def test_a_path_to_ignore_where_nothing_is_compared(
         drawing(rows(backend, 4))
     assert drawing.graph_calls
     assert caplog.text.count("ignore names ") == 1
-    assert "ignore names 'model.cals', where nothing is compared" in g.explain()
+    told = "ignore names 'model.cals', where nothing is compared; did you mean 'model.calls'?"
+    assert told in g.explain()
 
 
 def test_a_forward_that_changes_python_runs_eagerly(

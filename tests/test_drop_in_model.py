@@ -228,6 +228,26 @@ def test_a_value_that_changes_at_each_call(
     assert replays(g) >= served + 15
 
 
+def test_a_value_that_changes_in_each_layer_is_ignored_by_one_path(
+    backend: GraphBackend, caplog: pytest.LogCaptureFixture
+) -> None:
+    net = nn.Sequential(Net(), nn.Linear(3, 4), Net()).to(backend.device).eval()
+    net[1].factor = 1.0
+    g, x = cgplan.graphed(net), rows(backend, 5)
+    for step in range(6):
+        net[0].factor = net[2].factor = float(step)
+        close(g(x), net(x))
+    assert "ignore=['model[*].factor'] if it decides nothing" in caplog.text
+    net[1].factor = 2.0
+    net[0].factor = 9.0
+    g.recapture()
+    for _ in range(3):
+        g(x)
+    net[0].factor = 8.0
+    g(x)
+    assert "ignore=['model[0].factor'] if it decides nothing" in caplog.text
+
+
 REGISTRY: dict[str, dict[str, int]] = {}
 
 
@@ -1185,7 +1205,7 @@ def test_transformers_generate_by_graphs(backend: GraphBackend) -> None:
         assert torch.equal(lm.generate(prompt, max_new_tokens=12, do_sample=False), wanted[0])
     assert g.graph_calls == before
     assert set(g.runners) == set(graphs)
-    told = "generate with lm.generation_config.cache_implementation does not use"
+    told = "generate with lm.generation_config.cache_implementation='dynamic' does not use"
     counts = [n for reason, n in g.eager_calls.items() if reason.startswith(told)]
     assert counts == [4 * 12]
     lm.generation_config.cache_implementation = None
@@ -1412,7 +1432,7 @@ def test_copies_of_what_graphed_generate_returns(backend: GraphBackend) -> None:
         assert model.forward is other
         assert model.generate is other.generate
         assert torch.equal(other.generate(prompt, max_new_tokens=6, do_sample=False), wanted)
-        assert "1 of 3 graphs" in other.explain()
+        assert "1 of 3 FULL graphs" in other.explain()
         with pytest.raises(InputError, match="is warmed up by generate"):
             other.warm_up(prompt)
     with pytest.raises(AttributeError) as refused:
@@ -1602,7 +1622,7 @@ def test_generate_tells_why_it_finds_no_graph(
     lm.generate(prompt, max_new_tokens=12, use_cache=False)
     other = "does not use the cache that graphed_generate keeps for graphs"
     reasons = {
-        f"generate with return_dict_in_generate and num_beams {other}": 20,
+        f"generate with return_dict_in_generate=True and num_beams {other}": 20,
         f"generate with use_cache=False {other}": 12,
     }
     assert g.eager_calls == reasons, "for these reasons alone"
@@ -1697,7 +1717,7 @@ def test_a_cache_of_the_callers_is_filled(backend: GraphBackend, kind: str) -> N
     is_static = kind == "StaticCache"
     assert ("generate with past_key_values" in reasons) is not is_static
     told = g.explain()
-    assert ("generate with past_key_values" in told) is not is_static
+    assert ("generate with past_key_values=DynamicCache does not" in told) is not is_static
     assert ("a new one has no graphs until its third decode step" in told) is is_static
     assert replays(g) == 5 * is_static
 

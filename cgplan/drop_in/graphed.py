@@ -260,7 +260,8 @@ class Graphed:
         calls = self._calls
         learner = self._learner
         graphs = sum(len(runner.plan.keys) for runner in learner.runners)
-        lines = [f"{self._name}: {graphs} of {self._settings.max_graphs} graphs"]
+        mode = self._settings.compilation.cudagraph_mode
+        lines = [f"{self._name}: {graphs} of {self._settings.max_graphs} {mode} graphs"]
         rows = []
         for kind in learner.kinds:
             if kind.stats:
@@ -545,8 +546,8 @@ def graphed_generate(
         raise ConfigError(
             f"{type(model).__name__} is not a decoder-only model of transformers with a KV cache",
             remedy="Pass the model itself, with its LM head: "
-            "`AutoModelForCausalLM.from_pretrained(...)`, `peft_model.get_base_model()`, or what "
-            "`torch.compile` or `graphed` got. For others call `graphed`.",
+            "`AutoModelForCausalLM.from_pretrained(...)`, `peft_model.get_base_model()`, or the "
+            "model that you gave to `torch.compile` or `graphed`. For others call `graphed`.",
         )
     forward = model.forward
     if isinstance(forward, Graphed):  # of an earlier call
@@ -708,12 +709,12 @@ class _Generate:
                 model, "_can_compile_fullgraph", True
             ),
         }
-        # an empty cache counts as false
-        other = [
-            option(name, where=True)
-            for name in _OTHER_CACHES
-            if option(name) not in (None, False, "static")
-        ]
+        other = []
+        for name in _OTHER_CACHES:
+            value = option(name)
+            if value not in (None, False, "static"):  # an empty cache counts as false
+                shown = repr(value) if isinstance(value, str | int) else type(value).__name__
+                other.append(f"{option(name, where=True)}={shown}")
         other += filter(without.get, without)
         hint = ""
         if not other and any(self._new_cache().is_sliding):  # they count tokens in Python

@@ -152,7 +152,7 @@ class Kind:
             first = (*of_model, *of_arguments)[0]
             reason = f"each run changes {first.path}"
             if of_model:
-                reason += first.hint
+                reason += first.hint(of_model)
             self.run_eagerly(reason)
 
     def note_difference(

@@ -271,7 +271,7 @@ class Learner:
             text = f"captured again, as the first call with {', '.join(new)} changed {first}"
         if len(changes) > 1:
             text += f", and {counted(len(changes) - 1, 'more change')}"
-        text += first.hint
+        text += first.hint(changes)
         is_moved = all(change.is_move for change in changes)
         if self.detector.is_late:
             text += (
@@ -302,7 +302,8 @@ class Learner:
             self.tensor_ids = frozenset(map(id, record.tensors))
             for pattern in self.settings.ignore:
                 if not any(is_ignored(path, [pattern]) for path in paths):
-                    self.tell_once(f"ignore names {pattern!r}, where nothing is compared")
+                    hint = did_you_mean(pattern, paths, "; did you mean {!r}?", cutoff=0.75)
+                    self.tell_once(f"ignore names {pattern!r}, where nothing is compared{hint}")
 
     def holds(self) -> bool:
         with torch._C.DisableTorchFunction():

@@ -6,13 +6,13 @@ import operator
 import re
 import struct
 import types
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cache
 from itertools import repeat
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
@@ -212,9 +212,8 @@ class Change:
             return self.path.rpartition("[")[0]
         return self.path
 
-    @property
-    def hint(self) -> str:
-        """Not of tensors and objects that come and go."""
+    def hint(self, changes: Sequence[Self]) -> str:
+        """Not of tensors and objects that come and go. ``changes``: of the same run."""
         subject = self.subject
         ignorable = {*PLAIN, Stateful} - {type(None)}
         if subject != self.path:
@@ -222,6 +221,9 @@ class Change:
         is_ignorable = {type(self.was), type(self.now)} <= ignorable
         if not is_ignorable:
             return ""
+        alike = {re.sub(r"\[\d+\]", "[*]", change.subject) for change in changes}
+        if len(changes) > len(alike) == 1:
+            subject = alike.pop()
         hint = f"; ignore=[{subject!r}] if it decides nothing"
         if type(self.now) in (int, float):
             hint += ", or make it a tensor and write it in place"

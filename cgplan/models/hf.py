@@ -230,10 +230,12 @@ def build(
         raise ModelError(
             f"attn_implementation is {attn_implementation!r}", remedy="Choose sdpa or eager."
         )
-    if max_cache_len < 1 or max_batch_size < 1:
-        raise ModelError(
-            "max_cache_len and max_batch_size must be above 0", remedy="Correct model.kwargs."
-        )
+    for name, value in {"max_cache_len": max_cache_len, "max_batch_size": max_batch_size}.items():
+        if type(value) is not int or value < 1:
+            raise ModelError(
+                f"{name} is {value!r:.40}, no whole number above 0",
+                remedy="Correct model.kwargs.",
+            )
     values = read_config(config, config_file)
     torch_dtype = parse_dtype(dtype)
     device = torch.get_default_device()

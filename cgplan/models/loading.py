@@ -156,7 +156,8 @@ def find_file(name: str, base_dir: Path | None) -> Path:
     looked = " and ".join(map(str, files))
     raise ModelError(
         f"no file {name}: looked for {looked}",
-        remedy="Paths start from the configuration file's folder. Of folders name config.json.",
+        remedy="Paths start from the configuration file's folder. For a folder, give its "
+        "config.json.",
     )
 
 

@@ -200,7 +200,7 @@ def test_seed_decides_the_weights_and_leaves_the_callers_random_state() -> None:
             {"config": {**QWEN3, "num_layers": 2}},
             "config: unknown key 'num_layers'\n  remedy: Did you mean 'num_hidden_layers'?",
         ),
-        ({"config_file": "."}, "Of folders name config.json."),
+        ({"config_file": "."}, "For a folder, give its config.json."),
         ({"config": {"model_type": "vit"}}, "no causal LM"),
         (
             {"config": QWEN3, "dtype": "bflot16"},
@@ -218,6 +218,7 @@ def test_seed_decides_the_weights_and_leaves_the_callers_random_state() -> None:
         ({"config": [1]}, "no mapping"),
         ({"config": QWEN3, "attn_implementation": "flash"}, "Choose sdpa or eager"),
         ({"config": QWEN3, "max_cache_len": 0}, "above 0"),
+        ({"config": QWEN3, "max_cache_len": "x"}, "max_cache_len is 'x', no whole number above 0"),
         ({"config": QWEN3, "dtype": "float5"}, "unknown dtype"),
         ({"config": QWEN3, "batch": 5}, "do not fit"),
     ],
