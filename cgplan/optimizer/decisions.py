@@ -669,7 +669,10 @@ class Planner:
                     self._service(bounded, other, requests),
                 )
                 if gains:
-                    yield f"{name} {bound} -> {value} with the graphs asked for: {gains}"
+                    yield (
+                        f"{name} {bound} -> {value} with the graphs asked for: {gains}; to take "
+                        "it, measure and plan with that bound"
+                    )
 
     def _memory_notes(self, planned: PlannedGraphs) -> Iterator[str]:
         """What more memory would bring, and the plan's memory in tokens of the KV cache."""

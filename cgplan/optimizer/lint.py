@@ -76,23 +76,20 @@ def _scheduler_cliffs(plan: Plan, run: Run) -> Iterator[str]:
     seqs, tokens, q = plan.max_num_seqs, plan.max_num_batched_tokens, plan.query_len
     reqs = min(seqs, tokens // q)
     extremes = [
-        (StepShape(reqs * q, reqs, True), "max_num_seqs"),
-        (StepShape(tokens, min(seqs, tokens)), "max_num_batched_tokens"),
+        (StepShape(reqs * q, reqs, True), "max_num_seqs", q, "requests"),
+        (StepShape(tokens, min(seqs, tokens)), "max_num_batched_tokens", 1, "tokens"),
     ]
-    for batch, limit in extremes if reqs else extremes[1:]:
+    for batch, limit, each, unit in extremes if reqs else extremes[1:]:
         alike = run.batches.uniform == batch.uniform
         if (alike & (run.batches.num_tokens >= batch.num_tokens)).any():
             continue
-        held = any(
-            run.serves(lane, batch) and batch.num_tokens <= sizes[-1]
-            for lane, sizes in plan.lanes().items()
-        )
-        if not held and (cliff := _cliff(plan, run, batch)):
+        lanes = plan.lanes().items()
+        most = max((sizes[-1] for lane, sizes in lanes if run.serves(lane, batch)), default=0)
+        if most < batch.num_tokens and (cliff := _cliff(plan, run, batch)):
+            held = f"; at most {most // each} {unit} run in graphs: lower {limit} to that, or"
             yield (
                 f"scheduler.{limit} allows {_kind(batch.uniform)} batches of {batch.num_tokens} "
-                "tokens, which no graph "
-                f"holds: {cliff}; lower it, or plan without --traffic and --step-times, with these "
-                f"sizes and {batch.num_tokens} as cudagraph_capture_sizes, for more memory"
+                f"tokens, which no graph holds: {cliff}{held if most else ':'} accept eager steps"
             )
 
 

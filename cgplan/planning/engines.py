@@ -419,7 +419,7 @@ def _vllm(plan: Plan, kept: Mapping[str, Any]) -> Emission:
     if by_count:
         bounds += " --specialize-active-lora"
     kept = {**kept}
-    if most and plan.lora_cases == (most + 1,):
+    if most and not plan.settings.compilation.cudagraph_specialize_lora:
         kept["cudagraph_specialize_lora"] = False
     config = {**kept, "cudagraph_mode": mode.name if sizes else "NONE"}
     if sizes:

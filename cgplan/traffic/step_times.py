@@ -461,7 +461,8 @@ class StepTimes(Record):
         if modes == {CUDAGraphMode.NONE, CUDAGraphMode.FULL}:
             unsure.append(
                 f"PIECEWISE was not measured: FULL plus {PIECEWISE_SHARE:.0%} of the time that "
-                "eager takes longer"
+                "eager takes longer; to an engine also send prompts shorter than its largest "
+                "size, a few at a time: only those steps run in PIECEWISE graphs"
             )
         return cls(source=source, curves=tuple(curves), notes=tuple(said), unsure=tuple(unsure))
 

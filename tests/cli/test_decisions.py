@@ -703,6 +703,7 @@ def test_other_bounds_that_serve_requests_better_are_named(home: Path) -> None:
     start = "max_num_seqs 8 -> 16 with the graphs asked for: TTFT p99 "
     (remark,) = [line for line in decisions(plan).split("\n") if line.startswith("max_num_seqs")]
     assert remark.startswith(start)
+    assert remark.endswith("; to take it, measure and plan with that bound")
     assert plan.max_num_seqs == 8
     assert "64 -> " not in decisions(plan_of(*GIVEN, "--max-graphs", "8", "--mode", "keep"))
 

@@ -115,12 +115,20 @@ def test_the_schedulers_largest_batch_is_a_cliff_where_it_has_no_graph() -> None
         "scheduler.max_num_seqs allows uniform decode batches of 64 tokens, which no graph holds"
         in warning
     )
-    assert "20.0 ms eagerly, 9.07 ms in a FULL graph" in warning
+    assert warning.endswith(
+        "20.0 ms eagerly, 9.07 ms in a FULL graph; at most 32 requests run in graphs: lower "
+        "max_num_seqs to that, or accept eager steps"
+    )
     assert warnings(plan_of("FULL_DECODE_ONLY", [64]), traffic(decode({8: 1})), HOLDS) == []
     (warning,) = warnings(plan, traffic(decode({64: 1})), HOLDS)
     assert warning.startswith("100.00% of the steps"), "the traffic's rule says it"
     (warning,) = warnings(plan_of("PIECEWISE", [64], tokens=100), traffic(decode({8: 1})), HOLDS)
     assert "scheduler.max_num_batched_tokens allows mixed batches of 100 tokens" in warning
+    assert "at most 64 tokens run in graphs: lower max_num_batched_tokens to that" in warning
+    both = plan_of("FULL_AND_PIECEWISE", [64], tokens=64)
+    no_mixed = both.changed(keys=tuple(key for key in both.keys if key[0] is FULL))
+    (warning,) = warnings(no_mixed, traffic(decode({8: 1})), HOLDS)
+    assert warning.endswith(" in a PIECEWISE graph: accept eager steps"), "no size to lower it to"
 
 
 def test_traffic_of_another_scheduler() -> None:

@@ -175,6 +175,11 @@ def test_vllm_is_told_of_lora_cases(
     assert emission.block == "\n".join((*environment, f"{emission.options} {emission.bounds}"))
 
 
+def test_a_key_that_changes_no_case_of_model_runner_v2_is_repeated() -> None:
+    found = read('{"cudagraph_specialize_lora": false}', max_loras=4)
+    assert vllm_json(build_plan(found.loaded.config))["cudagraph_specialize_lora"] is False
+
+
 # --- SGLang, TensorRT-LLM, JSON -------------------------------------------------------------------------------
 
 

@@ -156,6 +156,7 @@ def test_small_changes_and_modes_that_a_plan_lacks_are_not_noted() -> None:
     times = times_of(NONE={1: 100}, FULL={1: 20})
     (warning,) = times.unsure
     assert "PIECEWISE was not measured" in warning
+    assert "send prompts shorter than its largest size, a few at a time" in warning
     assert times.said_for(FULL) == ((), times.notes)
     assert times.said_for(CUDAGraphMode.FULL_AND_PIECEWISE) == (times.unsure, times.notes)
 
