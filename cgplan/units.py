@@ -36,12 +36,12 @@ def from_to(first: object, last: object) -> str:
 
 
 def format_bytes(value: int | None) -> str:
-    """``1536`` -> ``1.5 KiB``; None is a dash."""
+    """``1536`` -> ``1.5 KiB``; in MiB up to 10 GiB; None is a dash."""
     if value is None:
         return "-"
     size = float(value)
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024 or unit == "GiB":
+        if abs(size) < (10240 if unit == "MiB" else 1024) or unit == "GiB":
             break
         size /= 1024
     digits = 0 if unit == "B" or abs(size) >= 100 else 1

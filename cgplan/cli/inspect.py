@@ -52,7 +52,7 @@ def inspect_config(request: InspectRequest, vllm: VllmConfig | None) -> None:
     path = "vLLM" if vllm else request.path
     if vllm:
         plan = with_emission(plan, "vllm", vllm.options)
-        notes += vllm.notes
+        notes += vllm.said(priced.log)
     if costs and request.as_json:
         notes += costs.notes
     if loaded.config.model and not loaded.config.tensors:

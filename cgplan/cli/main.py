@@ -118,6 +118,8 @@ class _Commands(TyperGroup):
                 )
             elif near and option != "--model":
                 hint = ""
+            if hasattr(usage, "param_type"):  # it is missing
+                said = f"Write {usage.ctx.command.epilog.splitlines()[2].strip()}"
             if hint and usage.ctx.command.name in ("plan", "inspect", "check", "vllm"):
                 said = f"{said.rstrip('.')}. {hint}"
                 usage.possibilities = None
@@ -423,7 +425,7 @@ def check(
     elif engine != VllmOptions():
         raise BadParameter("--plan FILE holds vLLM's options: leave out --vllm and the like")
     vllm = engine.read()
-    for line in vllm.notes if vllm else ():
+    for line in vllm.said(log) if vllm else ():
         note(f"note: {line}")
     check_vllm(vllm, log, plan, gpu_memory_utilization, gpu_memory)
 

@@ -170,7 +170,7 @@ def yaml_file(text: str) -> Path:
 
 def limit(text: str) -> str:
     if text[-1:].isdigit():
-        raise BadParameter(f"{text} has no unit: GiB or B of memory, s of time")
+        raise BadParameter(f"{text} has no unit: write {text}MiB of memory, {text}s of time")
     return "null" if text == "none" else text
 
 
@@ -528,9 +528,10 @@ class VllmOptions:
         if self.vllm is not None:
             from cgplan.planning.engines import read_vllm
 
+            is_ignored = not self.enable_lora and options.pop("max_loras", None)
             found = read_vllm(self.vllm, overrides=overrides, **options)
-            if self.max_loras and not self.enable_lora:
-                note = "vLLM ignores --max-loras without --enable-lora: add that, or leave both out"
+            if is_ignored:
+                note = "--max-loras ignored, as vLLM does without --enable-lora: add that"
                 found = found._replace(notes=(note, *found.notes))
             return found
         if options:

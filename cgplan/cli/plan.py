@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cgplan.cli.options import EngineName, Loads, ModeChoice, Objective, PlanRequest, Shown
-from cgplan.cli.output import check_outputs, note, prints_aside, tell
+from cgplan.cli.output import check_outputs, note, prints_aside, progress
 from cgplan.config import Config, LoadedConfig, Override, read_config
 from cgplan.config.load import read_text
 from cgplan.errors import (
@@ -222,8 +222,6 @@ def run_plan(
     has_traffic = files or config.traffic
     if request.emit or has_traffic:
         _refuse_varlen(config)
-    if has_traffic:
-        tell("planning for the traffic", in_logs=False)
     may_be_emitted = loads.step_times or request.assume_default_times or not has_traffic
     if request.emit and not may_be_emitted and not config.dims:
         raise StepTimeError(
@@ -234,14 +232,19 @@ def run_plan(
     priced = costs_of(loaded, request.costs)
     loaded = lowered(loaded, priced.log)
     plans_for = engine or ("vllm" if vllm else None)
+    log = None
     if config.dims and (has_traffic or request.costs or request.emit):
         plan = _for_sizes(config, loads, priced, is_emitted=request.emit is not None)
     elif has_traffic:
-        plan = _for_traffic(loaded, loads, priced, plans_for, is_emitted=request.emit is not None)
+        times, log = _times_of(loads, loaded.config, priced)
+        loaded = lowered(loaded, log)
+        plan = _for_traffic(
+            loaded, loads, priced, times, plans_for, is_emitted=request.emit is not None
+        )
     else:
         plan = _by_ladder(loaded.config, priced, one_list=plans_for == "vllm")
     if vllm:
-        plan = plan.changed(notes=(*vllm.notes, *plan.notes))
+        plan = plan.changed(notes=(*vllm.said(priced.log, log), *plan.notes))
     if request.emit or request.as_json:
         told = [f"{label}: {text}" for label, text in said(plan)]
         for line in dict.fromkeys((*announcements(plan), *told)):
@@ -461,6 +464,7 @@ def _for_traffic(
     loaded: LoadedConfig,
     loads: Loads,
     priced: Priced,
+    times: StepTimes,
     engine: Engine | None,
     *,
     is_emitted: bool,
@@ -468,8 +472,6 @@ def _for_traffic(
     from cgplan.optimizer.decisions import INSURANCE, LARGE, Planner
     from cgplan.traffic.simulation import RequestTrace
 
-    times, log = _times_of(loads, loaded.config, priced)
-    loaded = lowered(loaded, log)
     config = loaded.config
     if is_emitted and times.doubt:
         raise StepTimeError(
@@ -493,23 +495,25 @@ def _for_traffic(
         )
     replicas = loads.replicas or 1
     kept = priced.log.kv_token_bytes if priced.log else 0
-    planner = Planner(
-        times,
-        _sources(config, loads, build_plan(config), replicas),
-        priced.costs,
-        priced.failed,
-        INSURANCE if loads.insurance is None else loads.insurance,
-        loads.objective,
-        any_mode=mode is ModeChoice.best,
-        slo=loads.slo or (),
-        kv_tokens=loads.kv_cache_tokens,
-        kv_token_bytes=loads.kv_token_bytes or kept,
-        replicas=replicas,
-        one_list=engine == "vllm",
-        apart=engine not in (None, "vllm"),
-        any_memory="budget.memory" in loaded.origins,
-    )
-    plan = planner.decide(config)
+    with progress("planning for the traffic") as step:
+        planner = Planner(
+            times,
+            _sources(config, loads, build_plan(config), replicas),
+            priced.costs,
+            priced.failed,
+            INSURANCE if loads.insurance is None else loads.insurance,
+            loads.objective,
+            any_mode=mode is ModeChoice.best,
+            slo=loads.slo or (),
+            kv_tokens=loads.kv_cache_tokens,
+            kv_token_bytes=loads.kv_token_bytes or kept,
+            replicas=replicas,
+            one_list=engine == "vllm",
+            apart=engine not in (None, "vllm"),
+            any_memory="budget.memory" in loaded.origins,
+            progress=step,
+        )
+        plan = planner.decide(config)
     notes = (*aside, *plan.notes)
     for source, _ in planner.sources:
         if isinstance(source, RequestTrace) and len(source.requests) > LARGE:

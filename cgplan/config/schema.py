@@ -957,6 +957,8 @@ def explain(
     elif not message.startswith("--"):
         message = f"{source}: {message}"
     remedy = "Correct the value; `cgplan schema --format markdown` describes it."
+    if message.startswith("--"):
+        remedy = "Give the option a value as expected; -h lists the options."
     if is_unknown:
         remedy = "Correct or remove the key; `cgplan schema --format markdown` lists all keys."
     if "dims" in message:

@@ -2,7 +2,7 @@
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -89,6 +89,7 @@ class Planner:
         replicas: Servers that share the requests.
         one_list, apart: As in ``Evidence``.
         any_memory: Whether a plan may take more than the graphs asked for.
+        progress: Told of each plan tried for the SLO: its place, how many, the mode.
     """
 
     times: StepTimes
@@ -105,6 +106,7 @@ class Planner:
     one_list: bool = False
     apart: bool = False
     any_memory: bool = False
+    progress: Callable[[int, int, str], object] = lambda *_: None
 
     def __post_init__(self) -> None:
         self._higher = list[Traffic]()
@@ -475,7 +477,7 @@ class Planner:
         change = "no graph of that fits"
         if asked:
             longer = best.run.expected_us / asked.run.expected_us - 1
-            change = f"{best.plan.graph_words} instead of {asked.plan.graph_words}"
+            change = f"{best.plan.num_graphs} graphs instead of {asked.plan.num_graphs}"
             change += f", steps {longer:+.2%}"
         yield f"mode {best.plan.mode}, not {mode}: {change}; {hint}"
 
@@ -495,7 +497,7 @@ class Planner:
                     took += ", the SLO holds"
                 elif miss:
                     took += f", the SLO is missed: {miss.text}"
-                yield f"mode {planned.plan.mode}: {planned.plan.graph_words}, {took}"
+                yield f"mode {planned.plan.mode}: {planned.plan.num_graphs} graphs, {took}"
 
     # --- what requests get ------------------------------------------------------------------------
 
@@ -580,7 +582,8 @@ class Planner:
         numbers: Sequence[int] = range(1, most, 4 if self._is_large else 1)
         if not any(miss.holds for _, miss in found):
             numbers = [1 << power for power in range((most - 1).bit_length())]
-        for graphs in numbers:
+        for index, graphs in enumerate(numbers):
+            self.progress(index, len(numbers), f"{planned.plan.mode} within the SLO")
             if holds_with(graphs):
                 break
         self._tried += found

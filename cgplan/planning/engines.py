@@ -108,6 +108,14 @@ class VllmConfig(NamedTuple):
     lost: tuple[str, ...]
     options: EngineOptions
 
+    def said(self, *logs: object) -> tuple[str, ...]:
+        """The notes, and without a log the one on what it alone tells."""
+        told = (
+            "vLLM lowers the mode where its attention backend cannot be captured: only its log "
+            "tells (--costs, --log)"
+        )
+        return self.notes if any(logs) else (*self.notes, told)
+
 
 def read_vllm(
     text: str,
@@ -201,10 +209,6 @@ def read_vllm(
                 f"--{name.replace('_', '-')} was not given: {getattr(config.scheduler, name)} was "
                 f"taken, vLLM's default depends on the GPU{doubled}{where}"
             )
-    notes.append(
-        "vLLM lowers the mode where its attention backend cannot be captured: only its log tells "
-        "(--costs, --log)"
-    )
     kept = {name: value for name, value in given.items() if name not in _PLANNED}
     return VllmConfig(loaded, tuple(notes), build_plan(config).warnings, EngineOptions(kept=kept))
 
@@ -452,7 +456,10 @@ def _vllm(plan: Plan, kept: Mapping[str, Any]) -> Emission:
             f"{len(captured)} keys, the plan has {len(plan.keys)}"
         )
     if q > 1:
-        notes.append(f"made for {q - 1} speculative tokens: add your --speculative-config")
+        notes.append(
+            f"made for {q - 1} speculative tokens: add your --speculative-config, to "
+            "`cgplan vllm check` its method and number"
+        )
     is_v1 = not is_v2 and (q > 1 or "cudagraph_specialize_lora" in kept)
     return Emission(
         engine="vLLM",

@@ -307,9 +307,13 @@ class StartLog:
             return
         others = [*self.other_memory(plan)]
         if others:
+            loras = (
+                f"--enable-lora --max-loras {self.max_loras}" if self.max_loras else "no adapters"
+            )
+            drafts = f"--spec-method {self.method} --spec-tokens {self.drafts}"
             yield (
-                f"no --kv-cache-memory-bytes: the log has {listed(others)}; give these options, or "
-                "another log"
+                f"no --kv-cache-memory-bytes: the log has {listed(others)}; give "
+                f"{drafts if self.drafts else 'no drafts'} and {loras}, or another log"
             )
             return
         _, total, share, fits, *_ = self.advice

@@ -286,7 +286,11 @@ def case_table(cases: Sequence[CaseCost], max_loras: int) -> RenderableType | No
         "What each LoRA case adds",
         cases,
         *columns,
-        words=[words],
+        words=[
+            words,
+            "no setting drops one case alone: specialize_active_lora and cudagraph_specialize_lora "
+            "give all",
+        ],
     )
 
 

@@ -185,7 +185,8 @@ class Form(Generic[R]):
             form = " (did you mean {!r}?)"
             if name.lower().endswith("seconds"):
                 form = ": times are in {}: convert them, rename the column"
-            hint = did_you_mean(name.lower(), absent, form)
+            near = did_you_mean(name.lower(), absent, "{}")
+            hint = near and form.format(absent[near])
             if ignored is None or missing or hint:
                 raise self.error(f"{where}: unknown column {short(name)}{hint}", remedy=remedy)
             ignored[name] = None

@@ -27,6 +27,7 @@ NEVER = 1 << 100  # nanoseconds, or steps
 ARRIVAL = attrgetter("arrival_us")
 LOAD = attrgetter("load")
 WAITING = attrgetter("waiting")
+MANY = 0.05  # of the requests, worth a warning
 ROUNDING = 1e-9  # tokens and steps, of products of accepted tokens
 _P95_DEVIATIONS = 1.6448536269514722
 _Shape = tuple[int, int, bool, int]  # as StepShape, which takes longer to make
@@ -195,9 +196,8 @@ def simulate(
     longest_wait = max(rank.longest_wait for rank in engine.ranks)
     notes = [
         *trace.notes,
-        f"simulated {len(trace.requests)} requests through continuous batching with chunked "
-        f"prefill{apart}, at most {bounds.max_num_seqs} requests and "
-        f"{bounds.max_num_batched_tokens} tokens a step; {memory}, no {other}prefix cache",
+        f"simulated {len(trace.requests)} requests, prefill in chunks{apart}; {memory}, no "
+        f"{other}prefix cache",
         f"the server is busy {engine.busy / lasted:.0%} of the time; a request waits "
         f"{longest_wait / 1e9:.3g} s at most",
     ]
@@ -206,6 +206,12 @@ def simulate(
         warnings.append(
             "all drafts count as accepted, so TPOT is too short: --set "
             "speculative.accepted_tokens=N, vLLM's mean acceptance length"
+        )
+    passed = sum(len(rank.passed) for rank in engine.ranks) / len(trace.requests)
+    if passed > MANY:
+        warnings.append(
+            f"{passed:.0%} of the requests wait, as max_loras = {bounds.max_loras} other adapters "
+            "run: a larger one shortens TTFT"
         )
     if bounds.ranks > 1:
         notes.append(
@@ -251,6 +257,7 @@ class _Rank:
             self.slots = -(-bounds.max_num_batched_tokens // bounds.query_len)
         self.waiting: deque[int] = deque()  # indices of requests, ascending
         self.longest_wait = 0
+        self.passed: set[int] = set()  # for want of an adapter's slot
         self.last_admission = 0  # but for preempted ones
         self.load = 0
         self.running = 0
@@ -294,6 +301,7 @@ class _Rank:
             if len(adapters) > self.max_loras:
                 known = (other for other in self.waiting if requests[other].adapter in adapters)
                 index = next(known, NEVER)
+                self.passed |= {self.waiting[0]} - {index}
             if index == NEVER:
                 break
             request = requests[index]

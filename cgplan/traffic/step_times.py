@@ -594,7 +594,7 @@ class StepTimes(Record):
                 f"{self.source}: no {name} step times, found {measured}",
                 remedy=f"Measure {name} steps: cgplan bench, a table with rows of mode {name}, or "
                 "an engine's benchmark or log once more in that mode, of vLLM without "
-                "--speculative-config, into the same file.",
+                "--speculative-config, into the same file: cat graphs.log eager.log > both.log",
             )
         found = factor * curve.at(tokens)
         if between is not None:

@@ -155,6 +155,10 @@ def test_a_plan_stays_good_at_higher_loads_unless_the_mean_is_asked_for() -> Non
 
 def test_an_slo_is_held_by_the_fewest_graphs_with_steps_little_longer() -> None:
     free = plan_of(*GIVEN)
+    tried = good(*GIVEN, "--slo", "tpot_p99=10ms").stderr
+    assert re.search(
+        r"^planning for the traffic 1/\d+: FULL\w* within the SLO$", tried, re.MULTILINE
+    )
     held = plan_of(*GIVEN, "--slo", "tpot_p99=10ms")
     assert 1 < len(held.keys) < len(free.keys)
     assert f"holds with {len(held.keys)} graph" in decisions(held)
@@ -413,7 +417,7 @@ def test_decisions_without_traffic_are_refused(option: str) -> None:
     [
         ("--num-speculative-tokens 3 --speculative-method eagle", 4, 2),
         ("--num-speculative-tokens 3 --speculative-method ngram", 2, 0),
-        ("--max-loras 2", 2, 0),
+        ("--enable-lora --max-loras 2", 2, 0),
     ],
 )
 def test_the_fewest_graphs_of_one_size_are_told(options: str, fewest: int, drafts: int) -> None:
@@ -545,7 +549,7 @@ def test_a_lora_case_is_told_apart_from_the_number_of_adapters_that_was_given() 
     (Path("adapters.csv")).write_text(
         "num_tokens,count,num_reqs,uniform,num_active_loras\n8,9,8,true,2\n"
     )
-    command = (*GIVEN[:-4], "--max-loras", "4", "--traffic", "adapters.csv")
+    command = (*GIVEN[:-4], "--enable-lora", "--max-loras", "4", "--traffic", "adapters.csv")
     shown = " ".join(good(*command).stdout.split())
     head = shown.partition("Ladders")[0]
     assert "FULL uniform, LoRA case 5: 8" in head
@@ -553,18 +557,18 @@ def test_a_lora_case_is_told_apart_from_the_number_of_adapters_that_was_given() 
     assert "5 adapters" not in shown
     told = "steps with adapters were not measured: taken as 10% longer"
     assert told in head
-    assert told not in " ".join(good(*GIVEN, "--max-loras", "4").stdout.split())
+    assert told not in " ".join(good(*GIVEN, "--enable-lora", "--max-loras", "4").stdout.split())
 
 
 def test_what_a_plan_with_adapters_prints_can_be_pasted() -> None:
-    plan = plan_of(*GIVEN, "--max-loras", "4")
+    plan = plan_of(*GIVEN, "--enable-lora", "--max-loras", "4")
     assert plan.emission is not None
     pasted = shlex.split(f"{plan.emission.options} {plan.emission.bounds}")
     assert "--enable-lora" in pasted
     checked = good("vllm", "check", *pasted).stdout
     assert f"vLLM captures {len(plan.keys)} graphs" in checked
     alone = plan_of("plan", "--vllm", "{}", "--enable-lora")
-    assert alone.keys == plan_of("plan", "--vllm", "{}", "--max-loras", "1").keys
+    assert alone.keys == plan_of("plan", "--vllm", "{}", "--enable-lora", "--max-loras", "1").keys
 
 
 def test_the_short_options_of_drafts_are_taken_as_by_vllm() -> None:

@@ -171,7 +171,7 @@ def test_inspect_shows_what_vllm_would_capture(home: Path) -> None:
         "--num-speculative-tokens",
         "1",
     )
-    lora = ("--max-loras", "2", "--specialize-active-lora")
+    lora = ("--enable-lora", "--max-loras", "2", "--specialize-active-lora")
     result = good(
         "inspect",
         "--vllm",

@@ -376,3 +376,17 @@ def test_control_characters_of_a_file_do_not_reach_the_terminal(home: Path) -> N
     said = refused(errors.ModelError, "capture", "red.yaml")
     assert "\x1b" not in said
     assert "\\x1b[31mred" in said
+
+
+@pytest.mark.parametrize(
+    ("command", "example"),
+    [
+        ("plan check plan.json", "Write cgplan plan check plan.json --traffic tomorrow.csv"),
+        ("plan diff plan.json", "Write cgplan plan diff plan-old.json plan.json"),
+        ("examples copy", "Write cgplan examples copy vision demo"),
+    ],
+)
+def test_what_is_missing_comes_with_a_command_to_write(command: str, example: str) -> None:
+    result = cgplan_command(*command.split())
+    assert result.exit_code == 2
+    assert example in unwrapped(result.stderr)

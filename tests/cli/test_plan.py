@@ -1058,6 +1058,12 @@ def test_a_start_whose_mode_was_lowered_is_planned_as_it_ran(home: Path) -> None
     assert plan_of("inspect", "--vllm", "{}", *options, "--costs", "low.log").num_graphs == 5
     shown = good("vllm", "check", *options, "--log", "low.log").stdout
     assert "vLLM captures 5 graphs in mode PIECEWISE" in shown
+    told = "only its log tells"
+    logged = cgplan_command("vllm", "check", *options, "--log", "low.log").stderr
+    assert told not in unwrapped(logged), "the log has told it"
+    assert told in unwrapped(cgplan_command("vllm", "check", *options).stderr)
+    for given, noted in ((("--step-times", "low.log"), False), (("--insurance", "0"), True)):
+        assert any(told in text for text in plan_of(*command, *given).notes) is noted
     assert "as asked for: 5 graphs (5 PIECEWISE)\n" in shown
     good("plan", "--vllm", "{}", *options, "--output", "before.json")
     before = cgplan_command("vllm", "check", "--plan", "before.json", "--log", "low.log")
@@ -1104,7 +1110,10 @@ def test_a_start_that_forgot_its_drafts_is_another(home: Path) -> None:
     assert other.exit_code == errors.PlanMismatchError.exit_code
     assert "; 2 speculative tokens, not 1)" in unwrapped(other.stderr)
     *_, hint, options = forgot.stdout.splitlines()
-    assert hint == "made for 1 speculative tokens: add your --speculative-config"
+    assert hint == (
+        "made for 1 speculative tokens: add your --speculative-config, to `cgplan vllm check` its "
+        "method and number"
+    )
     assert options.startswith("--compilation-config")
     more = cgplan_command(*checked, "alone.json", "--log", "drafted.log")
     assert more.exit_code == errors.PlanMismatchError.exit_code
@@ -1165,7 +1174,7 @@ def test_plan_diff(home: Path) -> None:
     assert re.search(r"^graphs +3 +2 +-1 +-33\.3%$", shown, re.MULTILINE)
     assert "settings the same" in " ".join(shown.split())
     shown = good("plan", "diff", "old.json", "bounded.json").stdout
-    assert re.search(r"^  budget.memory +absent -> 2.0 GiB$", shown, re.MULTILINE)
+    assert re.search(r"^  budget.memory +absent -> 2048 MiB$", shown, re.MULTILINE)
     assert re.search(r"^  budget.max_graphs +absent -> 3$", shown, re.MULTILINE)
     data = json.loads(good("plan", "diff", "old.json", "new.json", "--json").stdout)
     assert data["lanes"][0]["removed"] == [2, 4]
@@ -1194,7 +1203,15 @@ def test_a_plan_on_other_traffic(home: Path) -> None:
     assert failed.exit_code == errors.RegretError.exit_code
     assert "`cgplan plan FILE --traffic FILE --output plan.json`" in unwrapped(failed.stderr)
     config = '{"cudagraph_mode": "FULL", "pass_config": {"enable_sp": true}}'
-    drafts = ("--max-loras", "2", "--speculative-method", "ngram", "--num-speculative-tokens", "1")
+    drafts = (
+        "--enable-lora",
+        "--max-loras",
+        "2",
+        "--speculative-method",
+        "ngram",
+        "--num-speculative-tokens",
+        "1",
+    )
     vllm = ("--vllm", config, "--max-num-seqs", "16", "--max-graphs", "3", *drafts)
     good("plan", *vllm, *command[3:-4], "--mode", "keep", "--output", "vllm.json")
     (home / "low.csv").write_text("num_tokens,num_reqs,uniform,count\n2,1,true,90\n")
@@ -1403,13 +1420,13 @@ def test_what_a_plan_of_several_sizes_refuses(home: Path) -> None:
         ("plan --vllm {} --speculative-method medusa", "/ '--spec-method': 'medusa' is not"),
         ("plan --vllm {} --speculative-method medusa", "Give mtp for any _mtp, none for others"),
         ("vllm check --speculative-method qwen3_next_mtp", "Give mtp for any _mtp"),
-        ("plan --vllm {} --memory 2", "2 has no unit: GiB or B of memory, s of time"),
+        ("plan --vllm {} --memory 2", "2 has no unit: write 2MiB of memory, 2s of time"),
+        ("plan --vllm {} --memory 2147483648", "2147483648 has no unit: write 2147483648MiB"),
+        ("plan --vllm {} --capture-time 3", "3 has no unit: write 3MiB of memory, 3s of time"),
         (
-            "plan --vllm {} --memory 2147483648",
-            "2147483648 has no unit: GiB or B of memory, s of time",
+            "plan --vllm {} --capture-time 1.5",
+            "1.5 has no unit: write 1.5MiB of memory, 1.5s of time",
         ),
-        ("plan --vllm {} --capture-time 3", "3 has no unit: GiB or B of memory, s of time"),
-        ("plan --vllm {} --capture-time 1.5", "1.5 has no unit: GiB or B of memory, s of time"),
         ("plan my.yaml batches.csv", "of traffic: --traffic FILE"),
         ("plan p.json", "Of a saved plan: `cgplan inspect FILE`, or `cgplan plan check FILE`"),
         (
@@ -1702,6 +1719,7 @@ def test_inspect_shows_what_each_lora_case_adds_and_sums_costs_up_by_lane(home: 
     asked = (*INSPECT, *settings("lora.max_loras=2"))
     shown = good(*asked).stdout
     assert "What each LoRA case adds" in shown
+    assert "no setting drops one case alone" in shown
     assert re.search(r"^0 +3 +- +-$", shown, re.MULTILINE)
     assert re.search(r"^any number +3 +- +-$", shown, re.MULTILINE)
     assert "give --costs FILE, --costs estimate or --costs measure" in shown
@@ -1736,4 +1754,6 @@ def test_a_log_without_captures_is_no_source_of_costs(home: Path) -> None:
 def test_adapters_that_vllm_would_not_take_are_noted(enabled: bool) -> None:
     lora = ["--max-loras", "4", *["--enable-lora"] * enabled]
     shown = good("plan", "--vllm", "{}", "--max-num-seqs", "8", *lora).stdout
-    assert ("vLLM ignores --max-loras without --enable-lora" in shown) is not enabled
+    told = "--max-loras ignored, as vLLM does without --enable-lora" in shown
+    assert told is not enabled, "its graphs are counted as vLLM captures them"
+    assert ("LoRA cases" in shown) is enabled

@@ -308,6 +308,12 @@ def test_other_drafts_leave_another_kv_cache() -> None:
     log = started(LOG.replace("model='m'", "model='m', speculative_config=None"))
     (said,) = log.kv_cache(plan, log.bytes, None, None)
     assert said.startswith("no --kv-cache-memory-bytes: the log has 0 speculative tokens, not 3; ")
+    assert said.endswith("; give no drafts and no adapters, or another log")
+    drafted = replace(log, drafts=3, method="eagle3", max_loras=4)
+    (said,) = drafted.kv_cache(build_plan(config_of()), log.bytes, None, None)
+    assert said.endswith(
+        "; give --spec-method eagle3 --spec-tokens 3 and --enable-lora --max-loras 4, or another log"
+    )
     alike = next(log.said(plan))
     assert alike.endswith(f"; {len(plan.draft_keys)} of the draft model were not compared")
 

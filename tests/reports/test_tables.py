@@ -221,7 +221,7 @@ def test_a_capture_says_what_is_checked_and_what_it_left_changed() -> None:
     )
     assert re.search(r"^  checked +the model, 12 modules$", shown, re.MULTILINE)
     assert rows_of(shown.partition("\nstate ")[2])[:2] == [
-        ["layers.0.cache", "3.0 GiB", "written, not put back"],
+        ["layers.0.cache", "3072 MiB", "written, not put back"],
         ["layers.0.table", "1.0 KiB", "new: stays"],
     ]
     assert "\nstate " not in str(report.model_copy(update={"state": tuple(state[2:])}))

@@ -626,7 +626,7 @@ MOON = '{"timestamp": %s, "input_length": 1, "output_length": 1}\n'
         (
             HEAD.replace("\n", ",Adaptor\n") + "1,1,1,1\n",
             1,
-            "unknown column 'Adaptor' (did you mean 'adapter'?)",
+            "unknown column 'Adaptor' (did you mean 'Adapter'?)",
             "has TIM",
         ),
         (

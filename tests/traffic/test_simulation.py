@@ -388,6 +388,17 @@ def test_long_requests_cost_no_more_than_short_ones() -> None:
     assert found[decode(2)] < 10**9
 
 
+@pytest.mark.parametrize(("most", "told"), [(1, True), (2, False), (None, False)])
+def test_requests_that_wait_for_the_slot_of_an_adapter_are_told(
+    most: int | None, told: bool
+) -> None:
+    bounds = SchedulerBounds(8, 64, max_loras=most)
+    found = simulate(RequestTrace(PASSING, "passing"), bounds, lambda batch: 10.0).warnings
+    assert [text for text in found if text.startswith("25% of the requests wait")] == [
+        "25% of the requests wait, as max_loras = 1 other adapters run: a larger one shortens TTFT"
+    ] * told
+
+
 def test_idle_time_has_no_steps_and_the_notes_say_how_busy() -> None:
     traffic = simulate(
         RequestTrace([Request(0, 1, 1), Request(90.0, 1, 1)], "two"),

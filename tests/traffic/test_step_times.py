@@ -511,6 +511,7 @@ def test_results_of_vllm_bench_forward_are_times_of_graphs() -> None:
     with pytest.raises(StepTimeError, match="no eager step times") as caught:
         times.of(NONE, 4)
     assert "of vLLM without --speculative-config, into the same file" in caught.value.remedy
+    assert "cat graphs.log eager.log > both.log" in caught.value.remedy
 
 
 GRAPHS = artifact(
