@@ -108,9 +108,10 @@ class BatchReader:
                 by = counted_by.setdefault(extent.symbol, name)
                 seen = counts.setdefault(extent.symbol, count)
                 if seen != count:
+                    other = "also" if by == name else f"but {by!r} has"
                     raise InputError(
-                        f"input {name!r} has {extent.symbol} = {count}, but {by!r} has {seen}",
-                        remedy="Give all inputs of a call the same batch.",
+                        f"input {name!r} has {extent.symbol} = {count}, {other} {seen}",
+                        remedy=f"Give one {extent.symbol} in a call.",
                     )
         reqs = counts.get("num_reqs")
         tokens, *sizes = [counts.get(name, reqs or 0) for name in self._dim_names]

@@ -36,7 +36,7 @@ def read_text(
     most: int | None = None,
 ) -> str:
     """UTF-8 without a byte order mark; without ``most`` also packed by gzip. Raises ``error``, also
-    if it has more than ``most`` bytes.
+    if it is empty or has more than ``most`` bytes.
     """
     path = Path(path)
     try:
@@ -49,6 +49,8 @@ def read_text(
             raise error(f"{path} holds more than {format_bytes(most)}", remedy=remedy)
         if most is None and data.startswith(b"\x1f\x8b"):
             data = gzip.decompress(data)
+        if not data.strip():
+            raise error(f"{path} is empty", remedy=remedy)
     except FileNotFoundError:
         beside = path.parent.glob("*")
         hint = did_you_mean(path.name, [other.name for other in beside])
@@ -110,7 +112,10 @@ def read_config(
     overrides: Iterable[str | Override] = (),
 ) -> LoadedConfig:
     path = Path(path)
-    remedy = "Give a YAML file; `cgplan init my_model.py:build > my.yaml` writes one."
+    remedy = (
+        "Give a YAML file, in which {} means all defaults; `cgplan init my_model.py:build > "
+        "my.yaml` writes one."
+    )
     if path.suffix.startswith(".py"):
         raise ConfigFileError(f"{path} is a model, not its configuration", remedy=remedy)
     text = read_text(path, ConfigFileError, remedy, MOST_BYTES)

@@ -540,8 +540,8 @@ class ModelConfig(Section):
     output_rows: Symbol = "num_tokens"
     """What dimension 0 of each output counts; padding is cut there."""
     output_shapes: tuple[Shape, ...] | None = None
-    """Shapes of the outputs, as for inputs; padding is cut from named dimensions. Needed if `dims`
-    has more than one name.
+    """Shapes of the outputs, as for inputs; padding is cut from named dimensions. Needed if
+    several dimensions vary.
     """
 
 
@@ -837,7 +837,7 @@ class Config(Section):
             self._symbols_of(f"output {index}", map(Extent.parse, shape))
         if others and self.tensors and shapes is None:
             raise ValueError(
-                "`dims` has more than one name: write model.output_shapes; in Python: "
+                f"{' and '.join(self.dim_names)} vary: write model.output_shapes; in Python: "
                 "cgplan.capture(model, config={'model': "
                 f"{{'output_shapes': [['{first}', 10]]}}, 'dims': ..., 'inputs': ...}})"
             )

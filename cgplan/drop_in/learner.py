@@ -410,8 +410,9 @@ class Learner:
                 )
             if not parts and head not in self.signature.parameters:
                 # another call may have it
-                hint = did_you_mean(given, kind.specs, "; did you mean {!r}?")
-                self.tell_once(f"{what}, which a call lacks{hint}", given)
+                hint = did_you_mean(given, kind.specs, "did you mean {!r}?")
+                hint = hint or f"it has {', '.join(kind.specs)}"
+                self.tell_once(f"{what}, which a call lacks; {hint}", given)
         self._kinds[call.form].append(kind)
         return kind
 

@@ -553,7 +553,8 @@ def read_sizes(path: str | Path, dims: Sequence[Dim], plan: Plan) -> SizeCounts:
         if len(names) > 1:
             raise TrafficError(
                 f"{path} counts batches by one size, and `dims` has {', '.join(names)}",
-                remedy=f"Give CSV with the columns {', '.join(names)} and {column}.",
+                remedy=f"Give CSV with the columns {', '.join(names)} and {column}, or capture a "
+                f"runner for each {names[1]}, with metrics of its own.",
             )
         seen = _traffic_of(text, path, plan, None)
         assert isinstance(seen, Traffic)
@@ -580,6 +581,8 @@ def _read(path: str | Path) -> tuple[str, Path]:
         try:
             with urlopen(str(path), timeout=_TIMEOUT_SECONDS) as answer:
                 text = str(answer.read(), "utf-8")
+            if not text.strip():
+                raise ValueError("the answer is empty")
         except (OSError, ValueError, HTTPException) as error:
             raise TrafficError(
                 f"{path} cannot be read: {error}",
@@ -590,11 +593,9 @@ def _read(path: str | Path) -> tuple[str, Path]:
         text = load.read_text(
             path,
             TrafficError,
-            "Give a readable file: a histogram, a request trace, or a log; "
+            "Give a file with traffic in it: a histogram, a request trace, or a log; "
             "or an address with http://.",
         )
-    if not text.strip():
-        raise TrafficError(f"{path} is empty", remedy="Give a file with traffic in it.")
     kind = kind_of(text)
     if kind not in (None, "traffic"):
         raise TrafficError(
@@ -751,7 +752,8 @@ def _metrics(text: str, path: Path, plan: Plan) -> Traffic:
     if len(runners) > 1:
         raise TrafficError(
             f"{path} has batches of several runners: {', '.join(sorted(runners))}",
-            remedy="Give a file with the lines of one of them.",
+            remedy="Give the lines of one of them: curl -s URL | grep "
+            f"""'runner="{max(runners)}"' > metrics.txt""",
         )
     counts, guesses = _counted(rows, plan)
     return Traffic.of(counts, f"{path.name}: metrics of a runner", guesses)

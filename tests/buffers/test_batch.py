@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -146,6 +147,23 @@ def test_inputs_of_one_call_are_one_batch(backend: GraphBackend) -> None:
     with pytest.raises(InputError, match="input 'z' has 3 rows; declared are 2 \\* num_tokens"):
         runner(x=three, y=three, z=three)
     same(runner(x=three, y=three, z=six), three)
+
+
+def test_a_size_that_an_input_has_twice_is_one_number(backend: GraphBackend) -> None:
+    picture = {"shape": ["num_tokens", "side", "side"], "dtype": "float32", "pad": 0}
+    config = {
+        "dims": {"side": {"max": 8, "sizes": [8]}},
+        "inputs": {"x": picture},
+        "model": {"output_shapes": [picture["shape"]]},
+        "compilation": {"cudagraph_capture_sizes": [1]},
+        "device": str(backend.device),
+    }
+    with (
+        closing(cgplan.capture(torch.neg, config=config)) as runner,
+        pytest.raises(InputError, match="input 'x' has side = 8, also 6") as raised,
+    ):
+        runner(torch.zeros(1, 6, 8, device=backend.device))
+    assert raised.value.remedy == "Give one side in a call."
 
 
 def test_scalars_and_fixed_shapes_are_inputs_too(backend: GraphBackend) -> None:

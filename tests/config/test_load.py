@@ -21,8 +21,15 @@ def test_a_saved_report_is_named_in_one_line(refusal: Any) -> None:
     assert message.splitlines()[0].endswith("c.yaml is a saved capture")
 
 
-def test_an_empty_file_is_all_defaults(write: Any) -> None:
-    assert load_config(write("# nothing\n")) == Config()
+@pytest.mark.parametrize("text", ["# nothing\n", "{}"])
+def test_an_empty_mapping_is_all_defaults(write: Any, text: str) -> None:
+    assert load_config(write(text)) == Config()
+
+
+def test_an_empty_file_is_no_configuration(write: Any) -> None:
+    """As of `curl` from a server that still starts."""
+    with pytest.raises(ConfigFileError, match=r"c.yaml is empty\n.* {} means all defaults"):
+        load_config(write("\n"))
 
 
 @pytest.mark.parametrize(
@@ -59,7 +66,7 @@ def test_text_that_is_not_yaml(refusal: Any, text: str, where: str, complaint: s
     assert complaint in message
     if text.startswith("device: "):
         given = text.partition(": ")[2].strip()
-        assert "--set device: the value is not YAML: " in refusal("", f"device={given}")
+        assert "--set device: the value is not YAML: " in refusal("{}", f"device={given}")
 
 
 @pytest.mark.parametrize(("text", "kind"), [("- 1\n", "list"), ("hello\n", "str")])

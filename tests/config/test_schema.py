@@ -210,6 +210,7 @@ def test_inputs_like_a_tensor() -> None:
         Input.like(tensor, pad=0.5)
 
 
+PICTURES = {"x": {"shape": ["num_tokens", 3, "side", "side"], "dtype": "float32", "pad": 0}}
 TEXT = {
     "model": {"output_shapes": [["batch", "length", 8], "batch"]},
     "dims": {"batch": {"max": 64, "sizes": [1, 4, 16]}, "length": {"max": 500, "multiple_of": 64}},
@@ -236,6 +237,10 @@ def test_named_dimensions() -> None:
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
+        (
+            {"dims": {"side": {"max": 96}}, "inputs": PICTURES, "model": None},
+            "num_tokens and side vary: write model.output_shapes",
+        ),
         (
             {"dims": {"batch": {"max": 64}}},
             "input 'ids' has a dimension 'length', which `dims` does not declare",
