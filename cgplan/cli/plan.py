@@ -16,6 +16,7 @@ from cgplan.cli.options import EngineName, Loads, ModeChoice, Objective, PlanReq
 from cgplan.cli.output import check_outputs, note, prints_aside, progress
 from cgplan.config import Config, LoadedConfig, Override, read_config
 from cgplan.config.load import read_text
+from cgplan.config.schema import TAPE
 from cgplan.errors import (
     CaptureMemoryError,
     CgplanError,
@@ -473,7 +474,7 @@ def _for_traffic(
     from cgplan.traffic.simulation import RequestTrace
 
     config = loaded.config
-    if is_emitted and times.doubt:
+    if is_emitted and TAPE in times.doubt:
         raise StepTimeError(
             "a plan by step times of the CPU stand-in is not emitted",
             remedy="Give --step-times FILE of a GPU, by `cgplan bench` there or an engine's log "

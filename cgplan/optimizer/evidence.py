@@ -211,6 +211,7 @@ class Evidence(Record):
         objective, kv_tokens, replicas: As ``Planner`` had them.
         slo_missed: How the plan misses an SLO that none holds, in words.
         asked: The ladder asked for; None: the first.
+        keep: Whether its graphs are as good as the plan's, and not more.
         binding: The limits that the next better plan breaks.
         next_graph: None if the curve ends there, or memory or time binds.
         pareto: From one graph to where more bring nothing.
@@ -262,6 +263,7 @@ class Evidence(Record):
     slo: tuple[Goal, ...] = ()
     slo_missed: str | None = None
     asked: str | None = None
+    keep: bool = False
     decided: tuple[str, ...] = ()
     decisions: tuple[str, ...] = ()
     step_times: dict[str, Any] | None = None

@@ -2,6 +2,7 @@
 with figures.
 """
 
+from bisect import bisect
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,9 +12,11 @@ from cgplan.modes import CUDAGraphMode
 from cgplan.optimizer.problem import Run, largest_of
 from cgplan.planning.plan import Lane, Plan, lanes_of
 from cgplan.traffic.histogram import StepShape
+from cgplan.traffic.step_times import OF_ANOTHER_MODEL
 from cgplan.units import counted, format_microseconds, listed
 
 CLIFF = 1.05  # eager over graph, from which on it is worth a word
+BETWEEN = 0.05  # of a step, which times between measured ones may be off before they are told
 WIDE = 0.25  # padding, as a share of the tokens that run
 SELDOM = 0.005  # share of the steps, or of their time, below which padding does not matter
 
@@ -132,6 +135,33 @@ def _unmeasured_sizes(plan: Plan, run: Run) -> Iterator[str]:
             )
 
 
+def sizes_between(run: Run) -> Iterator[str]:
+    """A note on graphs between measured sizes whose times differ so much that a step may, too."""
+    sizes = []
+    share = may_differ = 0.0
+    measured: set[int] = set()
+    for use in run.uses:
+        known = run.times.measured_at(use.mode, use.num_active_loras)
+        if use.size is None or not known[0] < use.size < known[-1] or use.size in known:
+            continue
+        place = bisect(known, use.size)
+        below, above = (
+            run.times.of(use.mode, size, use.num_active_loras)
+            for size in (known[place - 1], known[place])
+        )
+        sizes.append(use.size)
+        measured.update(known)
+        share += use.share
+        may_differ += use.share * (above - below)
+    if may_differ > BETWEEN * run.expected_us and OF_ANOTHER_MODEL not in run.times.unsure:
+        every = ",".join(map(str, sorted(measured.union(sizes))))
+        yield (
+            f"{share:.1%} of the steps run in graphs between measured sizes ({listed(sizes)}): "
+            "their times are guessed; measure them: `cgplan bench FILE --set "
+            f"compilation.cudagraph_capture_sizes=[{every}]`, or a start of vLLM with them"
+        )
+
+
 def _beyond_the_scheduler(plan: Plan, run: Run) -> Iterator[str]:
     batches = run.batches
     for what, sizes, field in (
@@ -189,7 +219,7 @@ def _lora_cases(plan: Plan, run: Run) -> Iterator[str]:
                 f"{seen}: no graph is for LoRA cases, so that batches with adapters would run "
                 "eagerly"
             )
-    else:
+    elif plan.max_loras is not None:
         for case in sorted(set(cases) - used):
             graphs = counted(cases.count(case), "graph")
             yield f"LoRA case {case} is never seen: no batch of the traffic runs in its {graphs}"

@@ -40,7 +40,7 @@ from cgplan.optimizer.evidence import (
     limit_words,
     of_costs,
 )
-from cgplan.optimizer.lint import lint
+from cgplan.optimizer.lint import lint, sizes_between
 from cgplan.optimizer.problem import (
     Lists,
     Problem,
@@ -570,6 +570,7 @@ class PlannedGraphs:
             pareto=tuple(map(inputs.point, range(1, inputs.worthwhile + 1))),
             ladders=tuple(ladders.values()),
             asked=asked,
+            keep=self._keeps(ladders.get(asked)),
             notes=tuple(self._notes()),
             warnings=lint(plan, run),
             verdict=run.times.doubt + doubt + self._verdict(ladders.get(asked)),
@@ -768,6 +769,7 @@ class PlannedGraphs:
         )
 
     def _notes(self) -> Iterator[str]:
+        yield from sizes_between(self.run)
         plan = self.plan
         planned = self.inputs.lora_cases
         merged = [str(case) for case in plan.lora_cases if case not in planned]
@@ -792,6 +794,15 @@ class PlannedGraphs:
             return OUTWEIGHED
         graphs = self.plan.graph_words
         expected = self.run.expected_us
+        if self.inputs.problem_of_seen.saved <= 0 and self.run.missed.all():
+            eager = format_microseconds(expected)
+            theirs = ""
+            if ladder:
+                theirs = f", {format_microseconds(ladder.expected_us)} with {ladder.words}"
+            return (
+                f"{NOTHING_SAVED} ({eager} a step{theirs}); the plan's {graphs} are for batches "
+                "that it does not show: serve eagerly, or keep your sizes"
+            )
         if ladder is None:
             return f"{format_microseconds(expected)} a step with {graphs}"
         theirs = f"with {ladder.words}"
@@ -805,7 +816,7 @@ class PlannedGraphs:
                 "see what binds"
             )
         if ladder.no_gain and change <= ALIKE:
-            keep = "" if self.for_slo or len(self.plan.keys) < ladder.graphs else "keep them; "
+            keep = "keep them; " if self._keeps(ladder) else ""
             return (
                 f"no gain in step time: {theirs} it is within 1% of the bound; {keep}"
                 f"as good with {graphs}"
@@ -813,6 +824,12 @@ class PlannedGraphs:
         if change < -NO_GAIN:
             return f"steps that graphs run are {-change:.1%} shorter than {theirs}, with {graphs}"
         return f"steps within 1% of those {theirs}, with {graphs}"
+
+    def _keeps(self, ladder: LadderPoint | None) -> bool:
+        """Whether the graphs asked for are as good as the plan, and not more."""
+        if ladder is None or self.for_slo:
+            return False
+        return ladder.no_gain and 0 < ladder.graphs <= len(self.plan.keys)
 
 
 def point_of(name: str, plan: Plan, run: Run, **more: Any) -> LadderPoint:

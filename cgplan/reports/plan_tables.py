@@ -170,7 +170,7 @@ def _more_rows(plan: Plan) -> Iterator[Fact]:
 def said(plan: Plan, brief: bool = False) -> list[Fact]:
     evidence = plan.evidence or {}
     notes = [*(plan.predicted.notes if plan.predicted else ()), *plan.notes]
-    for name in ("traffic_notes", "times_notes", "notes"):
+    for name in ("notes", "traffic_notes", "times_notes"):
         notes += evidence.get(name, ())
     warnings = [*plan.warnings, *plan.lint]
     for name in ("unsure", "warnings"):
@@ -190,7 +190,12 @@ def _headline(plan: Plan, evidence: Evidence) -> str:
     ladder = next(named, None)
     graphs = plan.graph_words
     if ladder and (plan.keys or ladder.graphs):
-        graphs += f" instead of {ladder.words}"
+        if not evidence.keep:
+            graphs += f" instead of {ladder.words}"
+        elif evidence.graphs > ladder.graphs:
+            graphs = f"keep {ladder.words}; {graphs} are as good"
+        else:
+            graphs = f"keep {ladder.words}"
         idle = evidence.graphs - sum(use.size is not None for use in evidence.uses)
         if idle and evidence.insurance and evidence.graphs > ladder.graphs > 0:
             graphs += (
@@ -538,7 +543,10 @@ def _reasons(plan: Plan, evidence: Evidence) -> Iterator[Fact]:
         brings = f"{format_microseconds(worth.microseconds)} a step ({worth.percent:.2g}%)"
         if evidence.one_list:
             brings += " with a size more"
-        yield "next graph", brings if worth.percent >= 1e-3 else "would bring this traffic nothing"
+        others = evidence.insurance + evidence.other_loads
+        insured = "is for insured batches, and " if others else ""
+        nothing = f"{insured}would bring this traffic nothing"
+        yield "next graph", brings if worth.percent >= 1e-3 else nothing
 
 
 def _ladders(evidence: Evidence, whole: bool) -> RenderableType | None:

@@ -390,7 +390,7 @@ def unsure(report: LatencyReport) -> list[str]:
     advice = "measure again on an idle machine"
     if report.environment.threads != 1:
         advice += ", on a CPU with OMP_NUM_THREADS=1"
-    return [f"Not to be trusted, as over twice the fastest call: {listed(found)} tokens; {advice}."]
+    return [f"Not to be trusted, as over twice the fastest call: {listed(found)}; {advice}."]
 
 
 SPEED_UP = Column("speed-\nup", lambda r: "unsure" if r.unsure else format_ratio(r.speedup))

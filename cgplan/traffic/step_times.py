@@ -329,6 +329,7 @@ class _BenchRecord(BaseModel):
     descriptor: _Descriptor
     eager: _Timing
     graph: _Timing | None = None
+    unsure: tuple[str, ...] = ()
 
 
 class _Bench(BaseModel):
@@ -621,12 +622,17 @@ class StepTimes(Record):
             beyond = np.maximum(beyond, of_full)
         return np.where(tokens > last, beyond, found)
 
-    def measured_to(self, mode: CUDAGraphMode, num_active_loras: int = 0) -> int:
+    def measured_at(self, mode: CUDAGraphMode, num_active_loras: int = 0) -> tuple[int, ...]:
+        """Sizes in tokens, ascending."""
         curve, _ = self._curve_of(mode, num_active_loras)
         if curve:
-            return curve.points[-1][0]
+            return tuple(size for size, _ in curve.points)
         others = (CUDAGraphMode.FULL, CUDAGraphMode.NONE)  # which tell of PIECEWISE
-        return min(self.measured_to(other, num_active_loras) for other in others)
+        found = [self.measured_at(other, num_active_loras) for other in others]
+        return min(found, key=max)
+
+    def measured_to(self, mode: CUDAGraphMode, num_active_loras: int = 0) -> int:
+        return self.measured_at(mode, num_active_loras)[-1]
 
     def told_apart(self, cases: Iterable[int]) -> tuple[int, ...]:
         """The LoRA cases worth planning for: the largest of those whose graphs take equal times."""
@@ -828,7 +834,10 @@ def _saved(
             time = record.graph.median
             runs.append(Timed(record.mode, ran.num_tokens, time, not ran.uniform, case=case))
     source = f"{path}, {found.device}" if found.device else str(path)
-    times = _of_runs(runs, max, path, source)
-    if found.backend != TAPE:
-        return times
-    return times.changed(source=f"{source}, {TAPE}", doubt=f"by times of {TAPE}, not of a GPU: ")
+    doubts = []
+    if found.backend == TAPE:
+        source += f", {TAPE}"
+        doubts.append(f"by times of {TAPE}, not of a GPU: ")
+    if any(record.unsure for record in found.records):
+        doubts.append("by times not to be trusted: ")
+    return _of_runs(runs, max, path, source).changed(doubt="".join(doubts))

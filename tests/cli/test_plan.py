@@ -573,7 +573,7 @@ def test_more_graphs_than_the_configured_ones_say_why_and_what_has_fewer(home: P
     command = (*PLAN, *few, "--traffic", "seen.csv")
     shown = " ".join(good(*command).stdout.split())
     found = re.search(
-        r"Plan: (\d+) graphs instead of the configured sizes' 3 graphs \((\d+) for batches that "
+        r"Plan: keep the configured sizes' 3 graphs; (\d+) graphs are as good \((\d+) for batches that "
         r"max_num_seqs = 256 allows and the traffic does not show: lower that, or --max-graphs 3\)",
         shown,
     )
@@ -632,6 +632,7 @@ def test_plan_says_whose_step_times_it_uses(home: Path) -> None:
     Path("busy.json").write_text(json.dumps(bench))
     unsure = unwrapped(good(*PLAN, "--traffic", "traffic.csv", "--step-times", "busy.json").stdout)
     doubt = "the step times of busy.json: Not to be trusted, as over twice the fastest call: eager"
+    assert "not of a GPU: by times not to be trusted: " in unsure
     assert re.search(rf"verdict .*warning +{re.escape(doubt)} .*step times +busy\.json, ", unsure)
 
 

@@ -20,7 +20,7 @@ from plans import Costs, propose
 from cgplan.config import Config
 from cgplan.errors import BudgetError
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
-from cgplan.optimizer.evidence import Evidence, LadderPoint
+from cgplan.optimizer.evidence import NOTHING_SAVED, Evidence, LadderPoint
 from cgplan.optimizer.lint import lint
 from cgplan.optimizer.problem import EAGER, Run, step_clock
 from cgplan.planning import LADDERS, CudagraphDispatcher, Plan, build_plan, config_hash
@@ -644,6 +644,38 @@ def test_no_gain_is_said_where_there_is_none() -> None:
     assert evidence.verdict.endswith("; as good with 1 graph")
     of_config = evidence_of(config_of(sizes=[64]), seen)
     assert of_config.verdict.endswith("of the bound; keep them; as good with 1 graph")
+    assert (evidence.keep, of_config.keep) == (False, True)
+
+
+def test_graphs_that_the_traffic_does_not_run_are_no_gain() -> None:
+    """They are for the insured batches; eager steps alone are faster than the graphs asked for."""
+    times = StepTimes.measured(
+        {(NONE, 0): {1: 1000, 4: 2600, 16: 8160}, (FULL, 0): {1: 700, 4: 2500, 16: 8640}},
+        "pictures",
+    )
+    seen = traffic({StepShape(16, 16, True): 1.0})
+    found = propose(config_of("FULL", [1, 4, 16]), seen, times, insurance=0.1)
+    assert found.evidence.verdict == (
+        f"{NOTHING_SAVED} (8.16 ms a step, 8.64 ms with the configured sizes' 3 graphs); the "
+        "plan's 4 graphs are for batches that it does not show: serve eagerly, or keep your sizes"
+    )
+    assert not [said for said in found.evidence.warnings if "LoRA" in said]
+
+
+@pytest.mark.parametrize(("slow", "is_told"), [(2500, True), (720, False)])
+def test_graphs_between_measured_sizes_are_told_where_times_may_differ(
+    slow: int, is_told: bool
+) -> None:
+    times = StepTimes.measured(
+        {(NONE, 0): {1: 9000, 16: 9000}, (FULL, 0): {1: 700, 4: slow, 16: slow}}, "by hand"
+    )
+    seen = traffic({StepShape(n, n, True): 1.0 for n in (1, 2, 3, 4)})
+    evidence = propose(config_of("FULL", budget={"max_graphs": 4}), seen, times).evidence
+    told = [note for note in evidence.notes if note.startswith("50.0% of the steps run in graphs")]
+    assert bool(told) is is_told
+    for note in told:
+        assert "between measured sizes (2, 3): their times are guessed" in note
+        assert "`cgplan bench FILE --set compilation.cudagraph_capture_sizes=[1,2,3,4,16]`" in note
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,24 @@ def test_a_load_whose_steps_are_longer_is_a_warning_above_the_sizes(
         assert f"steps {us / 100 - 1:+.1%} at worst" in shown
 
 
+def test_a_next_graph_for_insured_batches_is_not_one_for_the_traffic() -> None:
+    """A graph that lint misses may bring the traffic something."""
+    plan = plan_named("plan_traffic")
+    insured = plan.changed(evidence={**(plan.evidence or {}), "insurance": 0.1})
+    told = "next graph  is for insured batches, and would bring this traffic nothing"
+    assert told in plain_text(brief(insured), 200)
+
+
+@pytest.mark.parametrize(("graphs", "told"), [(3, "; 8 graphs are as good"), (8, "")])
+def test_graphs_to_keep_are_the_headline(graphs: int, told: str) -> None:
+    plan = plan_named("plan_bounded")
+    evidence = plan.evidence or {}
+    ladder = {**evidence["ladders"][0], "graphs": graphs}
+    kept = plan.changed(evidence={**evidence, "keep": True, "ladders": [ladder]})
+    head = f"Plan: keep the configured sizes' {graphs} graphs{told}; --costs tells start-up"
+    assert plain_text(brief(kept), 200).startswith(head)
+
+
 def test_a_plan_in_mode_none_says_how_graphs_are_asked_for() -> None:
     none = plan_named("plan_traffic").changed(mode=CUDAGraphMode.NONE, keys=())
     assert plain_text(brief(none), 100).startswith(

@@ -262,7 +262,7 @@ def test_a_bench_says_which_median_is_not_to_be_trusted() -> None:
     second = report.records[1].model_copy(update={"unsure": ("eager", "replay")})
     report = report.model_copy(update={"records": (report.records[0], second)})
     answer, table = render_text(report, 200).split("tokens runs as", 1)
-    doubt = "Not to be trusted, as over twice the fastest call: eager at 4, replay at 4 tokens"
+    doubt = "Not to be trusted, as over twice the fastest call: eager at 4, replay at 4"
     assert f"{doubt}; measure again on an idle machine, on a CPU" in " ".join(answer.split())
     by_one = report.changed(environment=report.environment.changed(threads=1))
     assert "OMP_NUM_THREADS" not in render_text(by_one)
