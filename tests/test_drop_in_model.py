@@ -877,6 +877,10 @@ def test_a_saved_configuration_calls_as_calls_were(
     values["inputs"] = dict(reversed(values["inputs"].items()))
     values["device"] = str(backend.device)
     (tmp_path / "turned.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
+    made_by = values["model"]["kwargs"]
+    unfilled = {**values, "model": {**values["model"], "kwargs": {"call": made_by["call"]}}}
+    with pytest.raises(ConfigError, match=r"Add model\.kwargs\.target: my_model\.py:build"):
+        cgplan.capture(config=unfilled)
     runner = cgplan.capture(config=tmp_path / "turned.yaml")
     assert not runner.report.warnings
     assert not runner.report.state, "nothing of cgplan's own"

@@ -778,13 +778,19 @@ class Name(str):
 
 
 def as_called(
-    target: str,
+    target: str | None = None,
+    *,
     call: Mapping[str, Any],
     kwargs: Mapping[str, Any] = MappingProxyType({}),
 ) -> nn.Module:
     """The model with tensors by name. ``call``: constants, lists, mappings, `{$tuple: [...]}`, and
     `$name` for a tensor.
     """
+    if target is None:
+        raise ConfigError(
+            "the configuration does not say what makes the model",
+            remedy="Add model.kwargs.target: my_model.py:build.",
+        )
     model = load_model(target, kwargs, device=torch.get_default_device())
     marks = dict[str, Tensor]()
 

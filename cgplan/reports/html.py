@@ -19,7 +19,7 @@ from cgplan.optimizer.evidence import Evidence, PaddingMap, ParetoPoint, SizeUse
 from cgplan.planning import Plan
 from cgplan.planning.plan import Emission, Lane, Predicted
 from cgplan.reports.layout import Bytes, Column, Fact, Facts, Grid, TextColumn, percent, render
-from cgplan.reports.plan_tables import POINT, STEP, USES
+from cgplan.reports.plan_tables import POINT, STEP, USES, subject
 from cgplan.reports.records import (
     AuditReport,
     BenchReport,
@@ -156,7 +156,7 @@ def page_of(report: Any) -> Page:
     plan = getattr(capture, "plan", report)
     title = report.kind.replace("_", " ").capitalize()
     if isinstance(plan, Plan):
-        title += f" of {(plan.config.get('model') or {}).get('target') or plan.mode}"
+        title += f" of {subject(plan) or plan.mode}"
     lead = found[0].answer or f"{found[0].title}."
     environment = getattr(capture, "environment", None)
     if environment:

@@ -222,9 +222,22 @@ def _headline(plan: Plan, evidence: Evidence) -> str:
     return f"Plan: {graphs}, {about}start-up {seconds}, {about}memory {memory}{lacking}"
 
 
-def head_rows(plan: Plan) -> list[Fact]:
+def subject(plan: Plan) -> str:
+    """The model, and the first input with a fixed size, which tells resolutions apart."""
+    parts = []
     target = (plan.config.get("model") or {}).get("target")
-    rows = [("model", str(target))] if target else []
+    if target:
+        parts.append(str(target))
+    for name, given in plan.config.get("inputs", {}).items():
+        if any(isinstance(size, int) for size in given["shape"]):
+            parts.append(f"{name} [{', '.join(map(str, given['shape']))}]")
+            break
+    return ", ".join(parts)
+
+
+def head_rows(plan: Plan) -> list[Fact]:
+    model = subject(plan)
+    rows = [("model", model)] if model else []
     modes = [f"{change.requested} -> {change.resolved}: {change.reason}" for change in plan.changes]
     rows += labelled("mode", modes or [str(plan.mode)])
     return [*rows, ("sizes", _sizes(plan))]

@@ -18,6 +18,7 @@ from cgplan.planning.engines import with_emission
 from cgplan.reports import Report, load_report, render_text
 from cgplan.reports.html import UNITS, html_of, page_of
 from cgplan.reports.records import (
+    BenchReport,
     Beside,
     FloorRecord,
     OwnerRecord,
@@ -96,6 +97,26 @@ class Read(HTMLParser):
 
 def made(report: Report) -> Read:
     return Read(html_of(page_of(report), render_text(report)))
+
+
+@pytest.mark.parametrize(
+    ("side", "model", "told"),
+    [(64, None, ""), (96, {"target": "my_server.py:build"}, "my_server.py:build, ")],
+)
+def test_pages_of_two_resolutions_have_titles_of_their_own(
+    side: int, model: Any, told: str
+) -> None:
+    shape = ["num_tokens", 3, side, side]
+    bench = REPORTS["bench_gpu"]
+    assert isinstance(bench, BenchReport)
+    plan = bench.capture.plan
+    inputs = {"lengths": {"shape": ["num_tokens"]}, "pixel_values": {"shape": shape}}
+    plan = plan.changed(config={**plan.config, "model": model, "inputs": inputs})
+    bench = bench.changed(capture=bench.capture.changed(plan=plan))
+    subject = f"{told}pixel_values [num_tokens, 3, {side}, {side}]"
+    assert page_of(plan).title == f"Plan of {subject}"
+    assert page_of(bench).title == f"Bench of {subject}"
+    assert f"  model  {subject}" in render_text(bench, 200)
 
 
 @pytest.mark.parametrize("name", REPORTS)
