@@ -372,7 +372,10 @@ def inspect(request: InspectRequest, engine: VllmOptions) -> None:
         if value and request.as_json:
             raise BadParameter(f"{option} shows a table: leave out --json")
     if (request.html or request.other) and not report:
-        raise BadParameter("--html and a second file are about a saved report: give its path")
+        raise BadParameter(
+            "--html and a second file are about a saved report: give its path, or run `cgplan plan "
+            "my.yaml --html plan.html`"
+        )
     vllm = engine.read(request.settings())
     if report:
         from cgplan.reports.records import Beside, load_report

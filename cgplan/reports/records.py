@@ -69,7 +69,7 @@ class VerifyRecord(KeyRecord):
         largest = max(known, default=0.0)
         said = self.failure or self.remark or "verified"
         figures = f"largest difference {largest:.3g}, {self.tolerance:.3g} allowed"
-        times = f"eager {self.eager_us:.0f} us, graph {self.graph_us:.0f} us"
+        times = f"eager {self.eager_us:.0f} us, graph {self.graph_us:.0f} us, one run each"
         return f"{self.label}: {said}; {figures}; {times}"
 
 

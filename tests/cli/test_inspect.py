@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-from commands import good, refused
+from commands import cgplan_command, good, refused, unwrapped
 
 from cgplan.cli.inspect import origin_rows
 from cgplan.config import load_config, read_config
@@ -47,6 +47,8 @@ def test_inspect_refuses_two_reports_of_different_kinds(home: Path) -> None:
     assert "plan.json is a report of kind plan, not capture" in said
     assert "Give one of kind capture" in said
     assert not (home / "both.html").exists()
+    page = cgplan_command("inspect", "good.yaml", "--html", "both.html")
+    assert "or run `cgplan plan my.yaml --html plan.html`" in unwrapped(page.stderr)
 
 
 def test_inspect_prints_a_plan_that_it_reads_again(home: Path) -> None:

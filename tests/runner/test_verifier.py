@@ -405,6 +405,7 @@ def test_a_batch_is_verified_when_it_is_asked_for(backend: GraphBackend) -> None
     assert record.tolerance > 0
     assert record.eager_us > 0
     assert record.graph_us > 0
+    assert str(record).endswith(" us, one run each"), "no bench"
     line = str(record)
     assert "\n" not in line
     assert "FULL size=8" in line
