@@ -66,7 +66,7 @@ dist:  ## build the sdist and the wheel, check them, and run an example by the w
 pictures: $(STAMP)  ## draw the pictures of the docs; needs chromium
 	mkdir -p build
 	$(BIN)/cgplan inspect docs/pictures/report.json --html build/report.html > /dev/null
-	chromium --headless --no-sandbox --hide-scrollbars --window-size=1200,820 --screenshot=docs/pictures/report.png build/report.html
+	chromium --headless --no-sandbox --hide-scrollbars --window-size=1200,790 --screenshot=docs/pictures/report.png build/report.html
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 from jinja2 import StrictUndefined, Template
 
-from cgplan.config.schema import TAPE
 from cgplan.modes import Key
 from cgplan.optimizer.evidence import Evidence, PaddingMap, ParetoPoint, SizeUse
 from cgplan.planning import Plan
@@ -60,7 +59,7 @@ NOTED = (  # facts of the text that a page has, too
     "outside",
     "floor",
 )
-ONE_RECTANGLE = 0.98  # share of the largest part: the map would show nothing else
+TWO_RECTANGLES = 0.98  # their share, where a map shows nothing else
 Chart = Mapping[str, Any]
 Parts = dict[tuple[str, str], int | None]  # bytes by part of the memory and name of the key
 Row = tuple[Any, ...]
@@ -93,6 +92,7 @@ class Page(NamedTuple):
     notes: Sequence[Fact] = ()
     sections: Sequence[Section] = ()
     emission: Emission | None = None
+    made: str | None = None
     file: str = ""
     others: Sequence[Page] = ()
 
@@ -130,7 +130,6 @@ def html_of(page: Page, text: str) -> str:
         hashes=[b64encode(sha256(script.encode()).digest()).decode() for script in scripts],
         version=__version__,
         text=text,
-        tape=TAPE,
         drawn=drawn,
     )
 
@@ -157,18 +156,17 @@ def page_of(report: Any) -> Page:
     title = report.kind.replace("_", " ").capitalize()
     if isinstance(plan, Plan):
         title += f" of {subject(plan) or plan.mode}"
-    lead = found[0].answer or f"{found[0].title}."
+    lead = found[0].answer or f"{found[0].title.removeprefix('Plan: ')}."
     environment = getattr(capture, "environment", None)
-    if environment:
-        made = environment.date.replace("T", " ").replace("+00:00", " UTC")
-        where = f"{environment.device}, {environment.backend}, {made}"
-        lead += f" {where}, torch {environment.torch}."
     return Page(
         title,
         lead,
         rows,
         list(sections_of(report)),
         getattr(report, "emission", None),
+        environment
+        and f"{environment.device}, {environment.backend}, torch {environment.torch}, "
+        f"{environment.date[:10]}",
     )
 
 
@@ -208,7 +206,7 @@ def _of_capture(report: CaptureReport) -> Iterator[Section]:
             for record in records
         ]
         yield _start_up(keys, seconds)
-        yield Section("Graphs", "Keys in the order of the capture.", captured(report))
+        yield Section("Graphs", "In the order of the capture.", captured(report))
     yield from _of_plan(report.plan)
     if report.audit:
         yield from _of_audit(report.audit)
@@ -222,7 +220,7 @@ def _of_bench(report: BenchReport) -> Iterator[Section]:
             "Latency",
             "From an idle device until it has finished: eager, the runner's call, graphs alone.",
             latencies(report),
-            [chart("lines", "Latency by batch size", "tokens", "eager median", *both)],
+            [chart("lines", "Latency by batch size", report.unit, "eager median", *both)],
         )
     waiting = queued(report)
     if waiting:
@@ -230,17 +228,17 @@ def _of_bench(report: BenchReport) -> Iterator[Section]:
             QUEUED,
             "Time of each: the runner's call, and graphs alone.",
             waiting,
-            [chart("lines", "Time of each call", "tokens", *both)],
+            [chart("lines", "Time of each call", report.unit, *both)],
         )
     yield from _floor(report)
     if report.peers and report.peers.records:
         yield Section(
             "Beside other ways",
             "Ways to run the model on the same tensors, in turns.",
-            baselines(report.peers),
+            baselines(report.peers, report.unit),
             [
-                chart("lines", "Calls that follow one another", "tokens", "device", by="way"),
-                chart("lines", "Host, until a call returned", "tokens", "host", by="way"),
+                chart("lines", "Calls that follow one another", report.unit, "device", by="way"),
+                chart("lines", "Host, until a call returned", report.unit, "host", by="way"),
             ],
         )
     yield from _of_capture(report.capture)
@@ -305,11 +303,12 @@ def _memory(sides: Mapping[str, Parts]) -> Section:
     rows = {}
     charts = []
     for side, parts in sides.items():
-        sizes = [size or 0 for size in parts.values()]
+        sizes = sorted(size or 0 for size in parts.values())
         whole = sum(sizes)
-        if max(sizes) < ONE_RECTANGLE * whole:
-            caption = f"{side}: {format_bytes(whole)}"
-            charts.append(chart("treemap", caption, "key", side, by="part"))
+        if sum(sizes[-2:]) < TWO_RECTANGLES * whole:
+            charts.append(
+                chart("treemap", f"{side}: {format_bytes(whole)}", "key", side, by="part")
+            )
         for row, size in parts.items():
             if size:
                 rows[row] = (*row, *(other.get(row) for other in sides.values()))
@@ -329,9 +328,9 @@ def _start_up(
     each: Sequence[Mapping[str, float]],
 ) -> Section:
     phases = [phase for phase in each[0] if any(seconds[phase] for seconds in each)]
-    rows = []
-    for key, seconds in zip(keys, each, strict=True):
-        rows.append((_name(key), *(seconds[phase] for phase in phases)))
+    rows = [
+        (_name(key), *map(seconds.get, phases)) for key, seconds in zip(keys, each, strict=True)
+    ]
     return Section(
         "Start-up",
         "Keys in turn, without the time between them.",
@@ -348,12 +347,11 @@ def _of_plan(plan: Plan) -> Iterator[Section]:
             yield _curve(evidence)
         uses = evidence.uses
         if uses:
-            title = "Use of each graph"
             yield Section(
-                title,
-                "Each graph's expected share of steps, and of padding in its tokens.",
+                "Use of each graph",
+                "Each graph's expected share of steps, and of padding in it.",
                 Grid(uses, *USES),
-                [chart("bars", title, "graph", "steps", "padding")],
+                [chart("bars", "Steps and padding by graph", "graph", "steps", "padding")],
             )
         if evidence.padding_map:
             yield _padding_map(evidence.padding_map)
@@ -363,10 +361,9 @@ def _of_plan(plan: Plan) -> Iterator[Section]:
 
 def _sizes(plan: Plan) -> Section:
     lanes = grouped((Lane.of(*key), key[1].size) for key in reversed(plan.keys))
-    names = " x ".join(plan.dim_names)
     return Section(
         "Capture sizes",
-        f"{names} of each graph.",
+        f"{' x '.join(plan.dim_names)} of each graph.",
         Grid(
             lanes.items(),
             TextColumn("lane", "0"),
@@ -431,8 +428,8 @@ def _padding(plan: Plan, uses: Sequence[SizeUse]) -> Section:
     charts = []
     for sizes, lanes in alike.items():
         name = " and ".join(map(str, lanes))
-        where = ("lane", name)
-        charts.append(chart("curve", name, "batch", *shown, where=where, line=steps))
+        if uses or len(sizes) < sizes[-1]:
+            charts.append(chart("curve", name, "batch", *shown, where=("lane", name), line=steps))
         share = 0.0
         for below, size in pairwise((0, *sizes)):
             share += sum(use.share for use in uses if use.size == size and use.lane in lanes)
@@ -474,11 +471,13 @@ def _of_audit(report: AuditReport) -> Iterator[Section]:
 @sections_of.register
 def _of_watch(report: WatchReport) -> Iterator[Section]:
     if report.stale:
-        about = "Pointers into memory that was freed, replaced or moved since the capture."
-        yield Section("Stale", about, Grid(report.stale, *STALE))
+        yield Section(
+            "Stale",
+            "Pointers into memory that was freed, replaced or moved since the capture.",
+            Grid(report.stale, *STALE),
+        )
     if report.graphs:
-        about = "Graphs in the order of their capture."
-        yield Section("Graphs", about, Grid(report.graphs, *WATCHED))
+        yield Section("Graphs", "In the order of their capture.", Grid(report.graphs, *WATCHED))
         yield _owners(report)
 
 
@@ -488,9 +487,9 @@ def _owners(report: PointerReport) -> Section:
         "Memory that the graphs point into.",
         Grid(
             report.owners,
+            Bytes("size", "nbytes"),
             TextColumn("owner", "name"),
             TextColumn("kind"),
-            Bytes("size", "nbytes"),
             Column("pointers", "words", count),
             Column("keys"),
         ),

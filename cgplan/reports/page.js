@@ -19,13 +19,15 @@ const COLOURS = {
   "graph pool": "--c1", "static buffers": "--c2", driver: "--c3", workspaces: "--c4",
   compile: "--c2", "warm-up": "--c4", capture: "--c1", "start-up": "--c1", steps: "--c1",
   "eager median": "--c2", "graph median": "--c1", "replay median": "--c3",
-  cgplan: "--c1", bare: "--c3",
+  cgplan: "--c1", eager: "--c2", bare: "--c3",
   "this plan": "--c1", "the best with so many graphs": "--soft", padding: "--c2", "steps so far": "--c1",
 };
 const FILE = Symbol("file"); // of a row: the report that it is of, where two stand beside each other
-const coloured = (name, known = COLOURS[name?.replace("p99", "median")]) => (known ? { color: colour(known) } : {});
+const OTHERS = ["--c5", "--c6", "--c7", "--c8", "--c3", "--c4"]; // names that COLOURS lacks, in turn
+const coloured = (name, at = 0) => ({ color: colour(COLOURS[name.replace("p99", "median")] ?? OTHERS[at % OTHERS.length]) });
 const unique = (rows, column) => [...new Set(rows.map((row) => row[column]))];
 const ascending = (rows, column) => [...rows].sort((a, b) => Number(a[column]) - Number(b[column]) || 0);
+const named = (name) => ({ name, axisPointer: { label: { precision: 0, formatter: ({ value }) => `${name}: ${Number(value) ? Math.round(value) : value}` } } });
 const category = (rows, column) => ({ type: "category", data: unique(rows, column).map(String) });
 const tip = (text) => ({ formatter: (item) => echarts.format.encodeHTML(text(item)) });
 const value = (chart) => (
@@ -54,8 +56,9 @@ function series(rows, chart, type, point) {
     : chart.values.map((name) => [name, name, rows]);
   const data = (found, column) => found.map((row) => point(String(row[chart.x]), row[column]));
   const files = unique(rows, FILE);
+  const others = parts.map(([of]) => of).filter((of) => !COLOURS[of]);
   return parts.flatMap(([of, column, found]) => files.map((file) => ({
-    ...{ name: file ? `${of} (${file})` : of, of, file, isFirst: file === DRAWN[0][0], type, ...coloured(of) },
+    ...{ name: file ? `${of} (${file})` : of, of, file, isFirst: file === DRAWN[0][0], type, ...coloured(of, others.indexOf(of)) },
     data: data(found.filter((row) => row[FILE] === file), column),
   }))).filter((part) => part.data.length);
 }
@@ -90,7 +93,7 @@ const KINDS = {
         data: drawn.map(({ name }) => ({ name, itemStyle: name.endsWith("p99") ? { opacity: 0 } : {} })),
         formatter: (name) => names[name].join(", ") + name.slice(names[name][0].length),
       },
-      xAxis: { ...category(ascending(rows, chart.x), chart.x), name: chart.x, boundaryGap: false },
+      xAxis: { ...category(ascending(rows, chart.x), chart.x), ...named(chart.x), boundaryGap: false },
       yAxis: { ...value(chart), min: 0 },
       series: shown,
     };
@@ -102,35 +105,44 @@ const KINDS = {
     const ends = rows.reduce((so, row) => [...so, so.at(-1) + chart.values.reduce((sum, part) => sum + row[part], 0)], [0]);
     const starts = chart.in_turn ? [{ ...before, data: rows.map((row, at) => [ends[at], row[chart.x]]) }] : [];
     return {
+      tooltip: { trigger: "axis", axisPointer: { type: "shadow" } },
       legend: { data: shown.map((bar) => bar.name) },
-      xAxis: value(chart),
+      xAxis: { ...value(chart), position: "top" },
       yAxis: { ...category(rows, chart.x), inverse: true },
       series: [...starts, ...shown].map((bar) => ({ ...bar, barMaxWidth: 14 })),
     };
   },
   treemap: (rows, chart) => {
-    const there = rows.filter((row) => row[chart.values[0]]);
-    const whole = there.reduce((sum, row) => sum + row[chart.values[0]], 0);
-    const leaves = (part) => there.filter((row) => row[chart.by] === part).map((row) => (
-      { name: row[chart.x], value: row[chart.values[0]], itemStyle: coloured(part) }));
-    const data = unique(there, chart.by).map((name) => ({ name, children: leaves(name) }));
-    const text = (end) => ({ name, value }) => (value / whole < 0.02 ? "" : `${name}${end}${UNITS[chart.unit](value)}`);
-    const label = { color: colour("--on"), lineHeight: 18, formatter: text("\n") };
-    const upperLabel = { show: true, height: 24, color: colour("--ink"), formatter: text("  ") };
+    const [size] = chart.values;
+    const there = rows.filter((row) => row[size]);
+    const sum = (some) => some.reduce((so, row) => so + row[size], 0);
+    const whole = sum(there);
+    const bytes = UNITS[chart.unit];
+    const parts = unique(there, chart.by).map((name) => {
+      const of = there.filter((row) => row[chart.by] === name);
+      const children = of.map((row) => ({ name: row[chart.x], value: row[size], itemStyle: coloured(name) }));
+      return { name, value: sum(of), itemStyle: coloured(name), children };
+    }).sort((one, other) => other.value - one.value);
+    const named = Object.fromEntries(parts.map(({ name, value }) => [name, `${name} ${bytes(value)}`]));
+    const formatter = ({ name, value }) => (value / whole < 0.02 ? "" : `${name}\n${bytes(value)}`);
+    const label = { color: colour("--on"), lineHeight: 18, formatter };
     const itemStyle = { borderColor: colour("--paper"), borderWidth: 1, gapWidth: 1 };
-    const levels = [{ itemStyle }, { itemStyle, upperLabel }];
     const still = { animation: false, roam: false, nodeClick: false, breadcrumb: { show: false } };
-    const all = [...data, ...data.flatMap(({ children }) => children)];
-    const sizes = all.map(({ children, value }) => UNITS[chart.unit](children?.reduce((sum, leaf) => sum + leaf.value, 0) ?? value));
-    const words = all.flatMap(({ name }, at) => [name, sizes[at], `${name}  ${sizes[at]}`]);
-    return { words, series: [{ type: "treemap", ...still, left: 0, right: 0, top: 0, bottom: 0, label, levels, itemStyle, data }] };
+    const text = ({ treePathInfo: [, part, key], value }) => `${part.name}, ${key.name}: ${bytes(value)}, ${UNITS.share(value / whole)}`;
+    const map = { type: "treemap", ...still, left: 0, right: 0, bottom: 0, label, levels: [{ itemStyle }, { itemStyle }], itemStyle, data: parts };
+    return {
+      words: [...Object.values(named), ...there.flatMap((row) => [row[chart.x], bytes(row[size])])],
+      tooltip: tip(text),
+      legend: { data: Object.keys(named), formatter: (name) => named[name], selectedMode: false },
+      series: [map, { type: "pie", radius: 0, silent: true, label: { show: false }, data: parts }], // the pie gives the legend its colours
+    };
   },
   heat: (rows, chart, most = Math.max(...rows.map((row) => row[chart.values[0]])) || 1, say = UNITS[chart.unit]) => ({
     tooltip: tip(({ value: [x, y, share] }) => `${chart.by} ${y}, ${chart.x} ${x}: ${say(share)}`),
     xAxis: { ...category(ascending(rows, chart.x), chart.x), name: chart.x },
     yAxis: { ...category(rows, chart.by), name: chart.by },
     visualMap: {
-      ...{ min: 0, max: most, text: [say(most), say(0)], inRange: { color: [colour("--low"), colour("--high")] } },
+      ...{ hoverLink: false, min: 0, max: most, text: [say(most), say(0)], inRange: { color: [colour("--low"), colour("--high")] } },
       ...{ orient: "horizontal", left: "center", bottom: 0, itemWidth: 12 },
     },
     series: [{
@@ -140,26 +152,29 @@ const KINDS = {
     }],
   }),
   curve: (rows, chart) => {
-    const [least, most] = [Math.min, Math.max].map((end) => end(...rows.map((row) => row[chart.x]).filter(Boolean)));
+    const least = Math.min(...rows.map((row) => row[chart.x]).filter(Boolean));
     const shown = series(rows, chart, "scatter", (x, y) => [Number(x), y]).map((part) => {
       const lineStyle = { type: part.isFirst ? "solid" : "dashed" };
       const line = { ...part, type: "line", lineStyle };
-      if (part.of === chart.line) return { ...line, step: "end", symbolSize: 4 };
+      if (part.of === chart.line) return { ...line, step: "end", symbolSize: 5, showSymbol: false };
       if (!chart.by) {
         const areaStyle = { opacity: part.isFirst ? 0.25 : 0 };
         return { ...line, symbol: "none", areaStyle, data: part.data.flatMap(between) };
       }
       const [x, y] = part.data[0];
-      const level = { symbol: "none", color: colour("--ink"), data: [[least, y], [most, y]] };
-      if (x === 0) return { ...line, ...level, lineStyle: { type: part.isFirst ? "dotted" : "dashed" } };
-      return { ...part, symbolSize: 14, symbol: part.isFirst ? "circle" : "diamond" };
+      if (x === 0) {
+        const dots = { type: part.isFirst ? "dotted" : "dashed", width: 1.5 };
+        const level = { silent: true, symbol: "none", lineStyle: dots, label: { show: false }, data: [{ yAxis: y }] };
+        return { ...line, lineStyle: dots, symbol: "none", data: [[least, y]], markLine: level };
+      }
+      const over = part.of === "this plan" ? { z: 3, symbolSize: 10 } : { symbolSize: 15 };
+      return { ...part, ...over, symbol: part.isFirst ? "circle" : "diamond" };
     });
-    const whole = { formatter: (at) => (Number.isInteger(at) ? at.toLocaleString("en") : "") };
-    const text = ({ seriesName, value: [x, y] }) => `${seriesName}: ${x} ${chart.x}, ${UNITS[chart.unit](y)}`;
+    const whole = { hideOverlap: true, formatter: (at) => (Number.isInteger(at) ? at.toLocaleString("en") : "") };
     return {
-      tooltip: chart.by ? tip(text) : { trigger: "axis" },
-      ...{ legend: {}, xAxis: { type: "log", logBase: 2, name: chart.x, axisLabel: whole, axisPointer: { label: { precision: 0 } } } },
-      yAxis: { ...value(chart), ...(chart.by ? { type: "log", logBase: 2 } : { scale: true }) },
+      tooltip: { trigger: "axis" },
+      ...{ legend: {}, xAxis: { type: "log", logBase: 2, ...named(chart.x), axisLabel: whole } },
+      yAxis: { ...value(chart), scale: true },
       series: shown,
     };
   },
@@ -168,10 +183,9 @@ const KINDS = {
 function theme() {
   const [ink, soft, line] = ["--ink", "--soft", "--line"].map(colour);
   const [stroke, words] = [{ lineStyle: { color: line } }, { color: soft }];
-  const name = { nameLocation: "middle", nameGap: 8, nameTextStyle: words };
+  const name = { nameLocation: "middle", nameGap: 26, nameTextStyle: words };
   const axis = { ...name, splitLine: stroke, axisLine: stroke, axisLabel: words };
   return {
-    color: [2, 3, 5, 6, 7, 8, 4, 1].map((i) => colour(`--c${i}`)),
     textStyle: { fontFamily: getComputedStyle(document.body).fontFamily, color: ink },
     legend: { textStyle: words, inactiveColor: line },
     toolbox: { iconStyle: { borderColor: soft }, emphasis: { iconStyle: { borderColor: ink } } },
@@ -201,9 +215,10 @@ function draw(box) {
   option.animation = false;
   option.tooltip = { valueFormatter: say, ...option.tooltip };
   const top = option.legend ? legend(option, box) : -4;
-  option.grid = { left: 8, right: 20, top: top + 20, bottom: option.visualMap ? 64 : 12 };
+  option.grid = { left: 8, right: 20, top: top + (option.yAxis?.data ? 28 : 20), bottom: option.visualMap ? 72 : 12 };
   const isDashed = chart.kind === "lines" || named[0][FILE];
   if (option.legend && !isDashed) option.legend.icon = "roundRect";
+  if (chart.kind === "treemap") option.series[0].top = top + 10;
   if (ZOOMED.includes(chart.kind) && unique(shown, chart.x).length > 12) {
     const title = { zoom: "drag a range to zoom", back: "back" };
     const dataZoom = { title, yAxisIndex: "none", emphasis: { iconStyle: { textPosition: "left", textAlign: "right" } } };
@@ -212,7 +227,7 @@ function draw(box) {
   const count = option.yAxis?.data?.length;
   box.style.height = `${306 + Math.max(top, 14)}px`;
   if (count) {
-    box.style.height = `${Math.max(180, 90 + Math.min(20 * count, 640)) + Math.max(top - 14, 0)}px`;
+    box.style.height = `${Math.max(150, 76 + Math.min(20 * count, 640)) + Math.max(top - 14, 0) + (option.visualMap ? 52 : 0)}px`;
     option.yAxis.axisLabel = { formatter: (name) => shortened(name, box.clientWidth / 3), interval: Math.floor(count / 40) };
   }
   echarts.getInstanceByDom(box)?.dispose();
@@ -224,7 +239,7 @@ function draw(box) {
   echarts.connect(drawn.group);
 }
 
-/** Breaks the names of a legend where they need it; how high all of them are. */
+/** Breaks the names of a legend where they need it; how high all of them are: ECharts has at most as many rows. */
 function legend(option, box) {
   const [side, gap, high] = [30, 12, 14]; // of a symbol with its margin, of two names, of a line
   const room = box.clientWidth - 50 - side; // beside the buttons for the zoom
@@ -234,19 +249,14 @@ function legend(option, box) {
     return lines;
   }, [""]);
   const { data, formatter = (name) => name } = option.legend;
-  const placed = [];
   let [whole, row, at] = [0, 0, 0];
   for (const item of data ?? option.series.map((one) => one.name)) {
     const lines = broken(formatter(item.name ?? item));
     const width = Math.max(...lines.map(long));
-    if (at && at + width > room) {
-      placed.push("\n");
-      [whole, row, at] = [whole + row + gap, 0, 0];
-    }
-    placed.push(item);
+    if (at && at + width > room) [whole, row, at] = [whole + row + gap, 0, 0];
     [row, at] = [Math.max(row, high * lines.length), at + width + side + gap];
   }
-  const shape = { top: 0, left: 0, padding: 0, itemGap: gap, textStyle: { lineHeight: high }, data: placed };
+  const shape = { top: 0, left: 0, width: room + side + 8, padding: 0, itemGap: gap, textStyle: { lineHeight: high } };
   Object.assign(option.legend, shape, { formatter: (name) => broken(formatter(name)).join("\n") });
   return whole + row;
 }

@@ -499,6 +499,10 @@ class LatencyReport(SavedReport):
     records: tuple[BenchRecord, ...]
     floor: FloorRecord | None = None
 
+    @property
+    def unit(self) -> str:
+        return " x ".join(self.capture.plan.dim_names).removeprefix("num_")
+
 
 class BenchReport(LatencyReport):
     """Latency by batch size."""

@@ -161,8 +161,7 @@ def captured(report: CaptureReport) -> Grid:
         columns.append(Bytes("driver", "driver_bytes"))
     columns.append(Seconds("warm-up", lambda r: r.warmup_seconds or None))
     if any(record.compile_seconds for record in report.records):
-        columns.append(Seconds("compile", "compile_seconds"))
-        columns.append(Column("cached"))
+        columns += [Seconds("compile", "compile_seconds"), Column("cached")]
     columns.append(Seconds("capture", "capture_seconds"))
     return Grid(report.records, *columns)
 
@@ -203,8 +202,10 @@ def _prediction(report: CaptureReport) -> Iterator[Fact]:
         ("pool", predicted.pool_bytes, report.pool_bytes),
     ]
     if report.driver_bytes is not None:
-        parts.append(("workspaces", predicted.workspace_bytes, report.workspace_bytes))
-        parts.append(("driver", predicted.driver_bytes, report.graph_driver_bytes))
+        parts += [
+            ("workspaces", predicted.workspace_bytes, report.workspace_bytes),
+            ("driver", predicted.driver_bytes, report.graph_driver_bytes),
+        ]
     parts.append(("memory", sum(part[1] for part in parts), report.graph_bytes))
     yield "costs", predicted_by(predicted)
     yield from labelled("note", predicted.notes)
@@ -353,7 +354,7 @@ def gain(report: LatencyReport) -> str:
         return cost
     at = from_to(sure[0].size, sure[-1].size)
     gains = [record.speedup for record in sure if record.speedup]
-    return f"{_range(gains)} times as fast as eager at {at} tokens. {cost}"
+    return f"{_range(gains)} times as fast as eager at {at} {report.unit}. {cost}"
 
 
 def _range(values: Sequence[float], spec: str = ".3g") -> str:
@@ -377,7 +378,7 @@ def bench_notes(report: LatencyReport) -> Iterator[Fact]:
     if slower and not report.environment.is_tape:
         longer = "graphs take the device longer than the model's own code at"
         about = "other kernels may be in them than run eagerly, see docs/troubleshooting.md"
-        yield "note", f"{longer} {slower} tokens: {about}"
+        yield "note", f"{longer} {slower} {report.unit}: {about}"
     yield from labelled("warning", report.capture.warnings)
 
 
@@ -399,7 +400,7 @@ SPEED_UP = Column("speed-\nup", lambda r: "unsure" if r.unsure else format_ratio
 def latencies(report: BenchReport) -> Grid:
     return Grid(
         report.records,
-        Column("tokens", "size"),
+        Column(report.unit, "size"),
         TextColumn("runs as", lambda r: f"{r.mode} {r.descriptor.size}" if r.graph else "eager"),
         Column("padded\nrows", "padded_rows"),
         Microseconds("eager\nmedian", "eager.median"),
@@ -422,7 +423,7 @@ def queued(report: BenchReport) -> Grid | None:
         return None
     return Grid(
         rows,
-        Column("tokens", "size"),
+        Column(report.unit, "size"),
         Microseconds("graph median", "graph_queued.median"),
         Microseconds("graph p99", "graph_queued.p99"),
         Microseconds("replay median", "replay_queued.median"),
@@ -455,10 +456,11 @@ def _floor_rows(report: LatencyReport) -> Iterator[Fact]:
 def floor(report: LatencyReport) -> Grid | None:
     found = report.floor
     nodes = {graph.key: graph.nodes for graph in report.capture.records}
-    rows = []
-    for record in report.records:
-        if record.replay_queued and record.mode is CUDAGraphMode.FULL:
-            rows.append(record)  # weights are of the whole forward
+    rows = [  # weights are of the whole forward
+        record
+        for record in report.records
+        if record.replay_queued and record.mode is CUDAGraphMode.FULL
+    ]
     if not found or not rows:
         return None
 
@@ -473,7 +475,7 @@ def floor(report: LatencyReport) -> Grid | None:
     return Grid(
         rows,
         TextColumn("key", "lane"),
-        Column("tokens", "descriptor.size"),
+        Column(report.unit, "descriptor.size"),
         Microseconds("replay", "replay_queued.median"),
         Microseconds("weights", lambda _: found.weights_us),
         Column("kernels", lambda row: nodes.get(row.key)),
@@ -521,7 +523,7 @@ def _against_baselines(report: BenchReport) -> Iterator[RenderableType]:
         TextColumn("note", lambda way: f"failed: {way.failure}" if way.failure else way.note or ""),
     )
     if measured.records:
-        yield baselines(measured)
+        yield baselines(measured, report.unit)
     reasons = grouped(
         ((record.name, record.not_comparable), record.num_tokens)
         for record in measured.records
@@ -532,19 +534,21 @@ def _against_baselines(report: BenchReport) -> Iterator[RenderableType]:
         yield Facts("Not comparable", rows)
 
 
-def baselines(measured: BaselinesRecord) -> Grid:
+def baselines(measured: BaselinesRecord, unit: str) -> Grid:
     def ratio(name: str, record: BaselineRecord) -> float | None:
         ours = measured.of(OURS, record.num_tokens)
         return None if ours is None else getattr(record, name).median / getattr(ours, name).median
 
     times = []
     for name in ("device", "latency", "host"):
-        times.append(Microseconds(name, f"{name}.median"))
-        times.append(Column(f"{name}\nx", partial(ratio, name), format_ratio))
+        times += [
+            Microseconds(name, f"{name}.median"),
+            Column(f"{name}\nx", partial(ratio, name), format_ratio),
+        ]
     return Grid(
         measured.records,
         TextColumn("way", "name"),
-        Column("tokens", "num_tokens"),
+        Column(unit, "num_tokens"),
         *times,
         Seconds("first\ncall", "first_call_seconds"),
         Column("diff", lambda r: "n/a" if r.deviation is None else f"{r.deviation:.2g}"),
@@ -578,7 +582,7 @@ def coverage(report: DoctorReport) -> Grid:
     return Grid(
         report.records,
         TextColumn("key", "lane"),
-        Column("tokens", "size"),
+        Column(report.unit, "size"),
         Microseconds("eager", "eager.median"),
         Microseconds("graph", "graph.median"),
         SPEED_UP,

@@ -95,10 +95,11 @@ def narrow(page: Any) -> None:
 def test_many_notes_are_folded_below_the_verdict_and_warnings(shown: Any) -> None:
     page = shown("plan")
     noted = page_of(REPORTS["plan"]).notes
-    notes = [text for label, text in noted if label == "note"]
-    assert len(notes) > 3
+    notes = [text for label, text in noted if label not in ("verdict", "warning")]
+    assert len(noted) > 6
     listed = page.locator(".notes li")
-    assert listed.filter(has_text="verdict:").is_visible()
+    assert listed.first.inner_text().startswith("verdict:")
+    assert listed.filter(has_text="warning:").first.is_visible()
     assert listed.filter(has_text=notes[0]).is_hidden()
     page.get_by_text(f"{len(notes)} notes").click()
     assert listed.filter(has_text=notes[0]).is_visible()
@@ -122,34 +123,62 @@ def test_a_narrow_window_is_not_scrolled_sideways(shown: Any, name: str) -> None
         assert chart.bounding_box()["width"] < 400, "charts are drawn again"
 
 
-WORDS_IN_TWO_LINES = """() => {
-    const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT), broken = [], range = document.createRange();
-    while (texts.nextNode()) {
-        const text = texts.currentNode;
-        if (text.parentElement.closest('script, style, pre')) continue;
-        for (const word of text.data.matchAll(/[^\\s-]+/g)) {
-            range.setStart(text, word.index);
-            range.setEnd(text, word.index + word[0].length);
-            if (new Set([...range.getClientRects()].map(box => Math.round(box.top))).size > 1) broken.push(word[0]);
-        }
-    }
-    return broken;
-}"""
-
-
 @pytest.mark.parametrize("width", [400, 1400])
 @pytest.mark.parametrize("name", [name for name in REPORTS if name != "audit"])
-def test_no_word_is_broken(shown: Any, name: str, width: int) -> None:
+def test_no_word_is_broken(shown: Any, broken_words: Any, name: str, width: int) -> None:
     page = shown(name)
     page.set_viewport_size({"width": width, "height": 800})
     page.eval_on_selector_all("details", "parts => parts.forEach(part => { part.open = true })")
-    assert page.evaluate(WORDS_IN_TWO_LINES) == []
+    assert broken_words(page) == []
 
 
 def test_a_line_that_another_hides_is_named_with_it(shown: Any) -> None:
     legend = shown("bench").locator(".chart").first.locator("svg text").all_text_contents()
     assert "graph median, graph p99, replay median, replay p99" in legend
     assert {"eager median", "eager p99"} <= set(legend)
+
+
+def test_notes_of_two_reports_stand_under_their_files(shown: Any) -> None:
+    notes = shown("two benches").locator(".notes")
+    assert notes.get_by_role("heading").all_inner_texts() == ["before.json", "after.json"]
+    assert "before.json" not in " ".join(notes.locator("li").all_inner_texts())
+
+
+TEXTS_OVER_OTHERS = """boxes => boxes.flatMap(box => {
+    const texts = [...box.querySelectorAll('svg text')].filter(text => text.textContent.trim());
+    const placed = texts.map(text => [text.textContent, text.getBoundingClientRect()]), found = [];
+    placed.forEach(([one, a], i) => placed.slice(i + 1).forEach(([other, b]) => {
+        if (a.left + 1 < b.right && b.left + 1 < a.right && a.top + 3 < b.bottom && b.top + 3 < a.bottom) found.push(`${one} | ${other}`);
+    }));
+    const whole = box.getBoundingClientRect();
+    return [...found, ...placed.filter(([, at]) => at.left < whole.left - 1 || at.right > whole.right + 1).map(([text]) => text)];
+})"""
+
+
+@pytest.mark.parametrize("width", [400, 1400])
+@pytest.mark.parametrize("name", REPORTS)
+def test_no_text_of_a_chart_is_over_another_or_cut(shown: Any, name: str, width: int) -> None:
+    page = shown(name)
+    page.set_viewport_size({"width": width, "height": 800})
+    page.reload()
+    assert page.eval_on_selector_all(".chart", TEXTS_OVER_OTHERS) == []
+
+
+def test_this_plan_is_drawn_over_a_ladder_with_as_many_graphs(shown: Any) -> None:
+    chart = shown("plan").locator("section", has_text="Graphs against step time").locator(".chart")
+    sizes = """box => echarts.getInstanceByDom(box).getOption().series
+        .filter(series => series.type === "scatter").map(({ name, symbolSize, z }) => [name, symbolSize, z])"""
+    (_, own, above), *ladders = chart.first.evaluate(sizes)
+    assert ladders
+    assert all(own < size and above > z for _, size, z in ladders)
+
+
+def test_a_ladder_has_one_colour_in_two_reports(shown: Any) -> None:
+    chart = shown("two plans").locator("section", has_text="Graphs against step time")
+    colours = chart.locator(".chart").first.evaluate(
+        "box => echarts.getInstanceByDom(box).getOption().series.map(({ of, color }) => [of, color])"
+    )
+    assert len(colours) > len(dict(colours)) == len({tuple(pair) for pair in colours})
 
 
 def test_a_figure_of_two_reports_names_the_file_of_each_line(shown: Any) -> None:
@@ -233,6 +262,30 @@ def test_a_tooltip_shows_a_hostile_name_as_text(shown: Any) -> None:
     assert page.locator("img").count() == 0
 
 
+@pytest.mark.parametrize(
+    ("title", "said"),
+    [("Latency", "tokens: 16"), ("Memory", "graph pool, FULL uniform: 256: 104 MiB, 28%")],
+)
+def test_a_pointer_says_what_it_is_at(shown: Any, title: str, said: str) -> None:
+    section = shown("bench").locator(
+        "section", has=shown("bench").get_by_role("heading", name=title)
+    )
+    chart = section.locator(".chart").first
+    box = chart.bounding_box()
+    x = {"Latency": 0.5, "Memory": 0.25}[title]
+    chart.hover(position={"x": box["width"] * x, "y": 120})
+    sync_api.expect(chart.locator("> div").nth(1)).to_contain_text(said)
+
+
+def test_bars_tell_their_figures_all_along_the_row(shown: Any) -> None:
+    page = shown("bench")
+    chart = page.locator("section", has=page.get_by_role("heading", name="Start-up")).locator(
+        ".chart"
+    )
+    chart.hover(position={"x": 900, "y": 50})
+    sync_api.expect(chart.locator("> div").nth(1)).to_contain_text("FULL uniform: 256")
+
+
 def test_charts_over_the_same_sizes_share_their_pointer(shown: Any) -> None:
     page = shown("against")
     section = page.locator("section", has=page.get_by_role("heading", name="Beside other ways"))
@@ -259,6 +312,20 @@ def test_a_range_that_is_dragged_is_zoomed(shown: Any) -> None:
     page.mouse.up()
     sync_api.expect(chart.locator("svg text", has_text="64")).to_be_attached()
     assert "1" not in chart.locator("svg text").all_text_contents()
+
+
+def test_a_map_names_each_part_with_its_size(shown: Any) -> None:
+    page = shown("bench")
+    narrow(page)
+    maps = page.locator("section", has=page.get_by_role("heading", name="Memory")).locator(".chart")
+    texts = maps.first.locator("svg text").all_text_contents()
+    parts = [text for text in texts if text.endswith("iB") and text[0].isalpha()]
+    assert parts == [
+        "graph pool 176 MiB",
+        "driver 160 MiB",
+        "workspaces 36 MiB",
+        "static buffers 10 KiB",
+    ]
 
 
 def test_a_map_has_whole_words_or_none(shown: Any) -> None:

@@ -276,11 +276,15 @@ def test_memory_is_whole_and_predictions_stand_beside() -> None:
     assert [chart["values"] for chart in memory.charts] == [("measured",), ("predicted",)]
 
 
-def test_a_map_of_one_rectangle_is_left_out() -> None:
-    (memory,) = [s for s in page_of(REPORTS["capture_lora"]).sections if s.title == "Memory"]
-    sizes = [row[2] for row in memory.table.rows]
-    assert max(sizes) > 0.98 * sum(sizes)
-    assert memory.charts == []
+def test_a_map_of_one_rectangle_or_two_is_left_out() -> None:
+    one: Any = REPORTS["capture_lora"]
+    two = one.model_copy(update={"static_bytes": one.pool_bytes})
+    three = two.model_copy(update={"workspace_bytes": one.pool_bytes})
+    for report, large, maps in ((one, 1, 0), (two, 2, 0), (three, 3, 1)):
+        (memory,) = [s for s in page_of(report).sections if s.title == "Memory"]
+        sizes = sorted(row[2] for row in memory.table.rows)
+        assert sum(sizes[-large:]) > 0.98 * sum(sizes)
+        assert len(memory.charts) == maps
 
 
 def test_padding_of_a_planned_traffic_has_the_steps_up_to_each_batch() -> None:
@@ -296,6 +300,33 @@ def test_padding_of_a_planned_traffic_has_the_steps_up_to_each_batch() -> None:
     assert {chart["values"] for chart in padding.charts} == {("padding",)}
 
 
+def test_a_lane_without_padding_has_no_curve_of_it() -> None:
+    (padding,) = [s for s in page_of(REPORTS["capture_gpu"]).sections if s.title == "Padding"]
+    padded = {row[0] for row in padding.table.rows if row[3]}
+    lanes = {row[0] for row in padding.table.rows}
+    assert {chart["caption"] for chart in padding.charts} == padded < lanes
+
+
+def test_sizes_have_the_names_that_the_configuration_gives_them() -> None:
+    report: Any = REPORTS["floor"]
+    plan = report.capture.plan.model_copy(update={"dim_names": ("images", "side")})
+    records = [record.model_copy(update={"unsure": ("replay",)}) for record in report.records]
+    capture = report.capture.model_copy(update={"plan": plan})
+    named = report.model_copy(
+        update={"capture": capture, "records": (*records[:1], *report.records[1:])}
+    )
+    page = page_of(named)
+    for section in page.sections[:3]:
+        assert "images x side" in [column.name for column in section.table.columns]
+        assert {chart["x"] for chart in section.charts} <= {"images x side"}
+    assert "images x side" in page.lead
+    assert "tokens" not in page.lead
+    against: Any = REPORTS["bench_against"]
+    capture = against.capture.model_copy(update={"plan": plan})
+    text = render_text(against.model_copy(update={"capture": capture})).partition("Environment")[0]
+    assert not re.search(r"(?<!_)tokens", text)
+
+
 def test_an_audit_without_findings_says_so_and_has_no_empty_list() -> None:
     report: Any = REPORTS["audit"].model_copy(update={"findings": ()})
     page = page_of(report)
@@ -309,11 +340,11 @@ def test_a_watch_has_what_is_stale_its_graphs_and_their_owners() -> None:
         render_text(report).split()
     )
     page = page_of(report)
-    assert page.lead.startswith("2 of 62 pointers of 2 graphs are stale. ")
+    assert page.lead == "2 of 62 pointers of 2 graphs are stale."
     stale, graphs, owners = made(report).tables
     assert stale[1][:3] == ["layers[*].weight", "freed", "2 of 4"]
     assert [row[0] for row in graphs[1:]] == ["graph 0", "graph 1"]
-    assert owners[1][:3] == ["pool", "graph pool", "4.0 KiB"]
+    assert owners[1][:3] == ["4.0 KiB", "pool", "graph pool"]
     live = page_of(report.model_copy(update={"stale": ()}))
     assert live.sections[0].title == "Graphs"
     assert live.lead.startswith("All pointers are live: 62 in 2 graphs.")
@@ -327,13 +358,13 @@ def test_figures_of_the_stand_in_say_so() -> None:
     as_tape = {"environment": report.environment.model_copy(update={"backend": "cpu (tape)"})}
     capture = report.capture.model_copy(update=as_tape)
     page = page_of(report.model_copy(update={**as_tape, "capture": capture}))
-    assert "cpu (tape)" in page.lead
+    assert "cpu (tape)" in page.made
     assert ("note", "bytes and times of the CPU stand-in say little about a GPU") in page.notes
 
 
 def test_a_page_says_where_its_figures_are_from() -> None:
     bench = page_of(REPORTS["h200"])
-    assert "NVIDIA H200, cuda, 2026-11-23 08:25:01 UTC, torch 2.11.0+cu130." in bench.lead
+    assert bench.made == "NVIDIA H200, cuda, torch 2.11.0+cu130, 2026-11-23"
     assert dict(bench.notes)["times"].startswith("median and p99 of 30 calls")
     plan = dict(page_of(plan_named("plan_traffic")).notes)
     assert plan["traffic"] == "hist.csv: histogram: 1,275 steps"
