@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[1]
 SEVERAL = re.compile(r"^( +)([a-z_*]\w*)((?:, [a-z_*]\w*)+): (.*(?:\n\1 +.*)*)", re.MULTILINE)  # names on a line
 ATTRIBUTES = re.compile(r"^Attributes:\n((?: +.*\n?|\n)+)", re.MULTILINE)
 NAV = re.compile(r'aria-labelledby="__nav_\w+"(?=[^>]*>\s*<label[^>]*>\s*<span[^>]*></span>\s*([^<]+?)\s*<)')
+WIDE = re.compile(r"<table>(?=\s*<thead>\s*<tr>(\s*<th\b[^\n]*){4})")
 NAMED = ("Report", "DType", "Tensors")  # types that are shown by their name
 
 
@@ -39,8 +40,10 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """A hook of MkDocs: names in running text may break behind "_", ".", "/" and "("."""
-    return re.sub(r"<pre.*?</pre>|<code>.*?</code>", breakable, html, flags=re.DOTALL)
+    """A hook of MkDocs: names and paths may break behind "_", ".", "/", "|" and "(", and keys scroll wide tables."""
+    html = WIDE.sub('<table tabindex="0">', html)
+    parts = r"<pre.*?</pre>|<code>.*?</code>|<[^>]*>|\w+/[\w./]+"
+    return re.sub(parts, breakable, html, flags=re.DOTALL)
 
 
 def on_post_page(output: str, **_: Any) -> str:
@@ -50,10 +53,10 @@ def on_post_page(output: str, **_: Any) -> str:
 
 def breakable(found: re.Match[str]) -> str:
     text = found.group()
-    if text.startswith("<pre"):
+    if text.startswith("<") and not text.startswith("<code>"):
         return text
-    whole = text.replace("={", '<span class="whole">={</span>')  # chromium would break there
-    return re.sub(r"(?<=[\w)])([_./(]+)(?=\w)(?![^<]*>)", r"\1<wbr>", whole)
+    whole = re.sub(r"=[{\[]", r'<span class="whole">\g<0></span>', text)  # chromium would break there
+    return re.sub(r"(?<=[\w)\\])([_./(|]+)(?=\w|&lt;)(?![^<]*>)", r"\1<wbr>", whole)
 
 
 class PlainSignatures(griffe.Extension):

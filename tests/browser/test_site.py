@@ -28,7 +28,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [400, 1400])
-@pytest.mark.parametrize("name", ["index", "graphed", "api/capture"])
+@pytest.mark.parametrize(
+    "name", ["index", "graphed", "benchmarks", "api/capture", "api/errors", "api/planning"]
+)
 def test_everybody_can_read_a_page(
     browser: Any, site: Path, name: str, width: int, scheme: Any
 ) -> None:
@@ -38,4 +40,14 @@ def test_everybody_can_read_a_page(
     found = axe.Axe().run(page)
     ids = {violation["id"] for violation in found.response["violations"]}
     assert ids <= {OF_THE_THEME}, found.generate_report()
+    page.close()
+
+
+@pytest.mark.parametrize("name", ["index", "architecture", "config-reference", "serving", "zoo"])
+def test_no_word_of_a_page_is_broken(
+    browser: Any, site: Path, broken_words: Any, name: str
+) -> None:
+    page = browser.new_page(viewport={"width": 400, "height": 900})
+    page.goto(f"file://{site}/{name}.html")
+    assert broken_words(page) == []
     page.close()
