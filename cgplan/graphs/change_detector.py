@@ -358,6 +358,9 @@ class AddressChecks:
     """Refuses replays once tensors that graphs read have moved.
 
     Attributes:
+        first_use: Paths of tensors made on first use that graphs read and hold. Where the model
+            replaces one, ``compare_again``, if there are comparisons, tells whether graphs still
+            are right, once for each path.
         holds: Each call's quick look: if False, ``check`` decides.
         is_outdated: Graphs were captured since ``seal``.
     """
@@ -373,6 +376,8 @@ class AddressChecks:
         self._policy = policy
         self.reads = set[str]()
         self.volatile = set[str]()
+        self.first_use = set[str]()
+        self.compare_again: Callable[[], None] | None = None
         self.is_outdated = True
         self.holds: Callable[[], bool] = never
         self._sealed: Fingerprint | None = None
@@ -417,6 +422,13 @@ class AddressChecks:
                 return
         elif key in self._checked and not again:
             return
+        if self.compare_again:
+            replaced = self.first_use.intersection(self._sealed.changes())
+            if replaced:
+                self.first_use -= replaced
+                self.volatile |= replaced
+                self._sealed.volatile |= replaced
+                self.compare_again()
         mode, descriptor = key
         self._sealed.refuse_moved(f"{mode} {descriptor}", self._roots, may_grow=True)
         self._checked.add(key)
@@ -433,7 +445,7 @@ class AddressChecks:
     def _record_of_reads(self, known: Fingerprint | None) -> Fingerprint:
         found = known or Fingerprint.of(self._roots, self._device)
         found.volatile |= self.volatile
-        found.narrow(self.reads)
+        found.narrow(self.reads | self.first_use)
         return found
 
     def invalidate(

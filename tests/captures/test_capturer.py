@@ -362,13 +362,34 @@ def test_positions_go_back_ahead_of_each_run(backend: GraphBackend, sizes: list[
         assert torch.equal(model.cache[: len(x)], x)
 
 
-def test_a_table_of_first_use_may_not_move(backend: GraphBackend) -> None:
-    model = Positioned().to(backend.device).eval()
-    runner = open_runner(backend, model, cudagraph_capture_sizes=[8, 1])
-    assert model.table is not None
-    model.table = model.table * 2
-    with closing(runner), torch.no_grad(), pytest.raises(AddressError, match="table"):
-        runner(x=torch.randn(1, 4, device=backend.device))
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None:
+            self.table = torch.arange(4.0, device=x.device)
+        return x * self.table
+
+
+@pytest.mark.parametrize(("verify", "error"), [("first", NumbersError), ("off", AddressError)])
+@pytest.mark.parametrize("rebinds", [False, True])
+def test_a_table_of_first_use_is_not_replaced_in_silence(
+    backend: GraphBackend, verify: str, error: type[Exception], rebinds: bool
+) -> None:
+    model = Scaled().eval()
+    runner = open_runner(backend, model, verify=verify)
+    x = torch.randn(1, 4, device=backend.device)
+    with closing(runner), torch.no_grad():
+        runner(x=x)
+        assert model.table is not None
+        if rebinds:
+            model.table = model.table + 1
+        else:
+            model.table.data = model.table + 1
+        with pytest.raises(error):
+            runner(x=x)
 
 
 class FillsOnce(nn.Module):
