@@ -49,7 +49,7 @@ class GraphCosts:
     """Costs of keys that share one pool, interpolated between real captures.
 
     Other graphs are priced as these; the notes say so. A subclass without figures overrides
-    ``pool_bytes``, ``driver_bytes`` and ``seconds``.
+    ``pool_bytes``, which is no less for a larger size, ``driver_bytes`` and ``seconds``.
 
     Attributes:
         source, estimated, notes, workspace_bytes, model, has_drafts: As in ``Predicted``.

@@ -48,14 +48,13 @@ from cgplan.optimizer.propose import ALIKE, EXACT, NO_GAIN
 from cgplan.optimizer.search import ROUNDING
 from cgplan.planning.plan import (
     PLANNED_FOR,
+    Lane,
     Plan,
     Predicted,
     build_plan,
     capture_fields,
     capture_order,
     lanes_of,
-    lora_cases,
-    resolve_mode,
     sizes_of,
 )
 from cgplan.pricing import GraphCosts
@@ -145,9 +144,8 @@ def exchanged(
     purse: Purse,
     start: Sequence[int] = (),
 ) -> tuple[list[int], float]:
-    """Columns chosen one by one for the most gain, then exchanged for others as long as that gains;
-    and their total. The first are those of ``start`` that are paid for; without any, the one with
-    the least largest cost.
+    """Columns chosen one by one for the most gain, then exchanged for others, and their total.
+    Begins with those of ``start`` that are paid for, or with the one of the least largest cost.
     """
     best: list[int] = []
     for column in start or [int(cost.max(axis=0).argmin())]:
@@ -157,12 +155,10 @@ def exchanged(
     now = cost[:, best].min(axis=1, initial=most)
     total = float(weights @ now)
     saved = np.empty_like(cost)
-    turn = idle = 0
-    while True:
-        is_more = idle == 0  # first one more, then one in the place of another
-        rest = best.copy()
-        if not is_more:
-            del rest[turn]
+    idle = 0
+    while idle <= len(best):
+        first = min(idle, 1)  # one more, then one in the place of the first
+        rest = best[first:]
         before = cost[:, rest].min(axis=1, initial=most)
         np.subtract(
             before[:, None],
@@ -177,11 +173,10 @@ def exchanged(
             best = [*rest, column]
             total = after
             idle = 0
-        elif idle == len(best):
-            return best, total
         else:
+            best = [*rest, *best[:first]]
             idle += 1
-            turn = (turn + 1 - is_more) % len(best)
+    return best, total
 
 
 def best_columns(
@@ -222,7 +217,7 @@ class _Node(NamedTuple):
 
 
 class _Dual(NamedTuple):
-    """A bound, its prices, gains of columns, what a choice with each of them loses, and how often
+    """A bound, its prices, what columns gain, what a choice with each of them loses, and how often
     they were chosen of late.
     """
 
@@ -235,8 +230,6 @@ class _Dual(NamedTuple):
 
 @dataclass
 class _Search:
-    """The best choice that was found, and its total."""
-
     cost: Floats
     weights: Floats
     purse: Purse
@@ -275,7 +268,7 @@ class _Search:
         return min([self.value, *bounds])
 
     def _parts(self, node: _Node) -> list[_Node]:
-        """Nodes in the place of this one; none where no choice in it is better."""
+        """None where no choice in it is better."""
         purse = self.purse
         fixed = node.fixed
         paid = purse.pays_beside(fixed.tolist())
@@ -341,9 +334,7 @@ class _Search:
         shares: Floats,
         graphs: int,
     ) -> _Dual:
-        """The largest bound that steps from the node's prices find, for at most so many columns
-        with these shares of bytes and seconds.
-        """
+        """The largest bound that steps from the node's prices find."""
         value = self.value
         weights = self.weights
         rows = weights.size
@@ -495,10 +486,13 @@ def propose_boxes(
         ModeError, PlanError: as ``build_plan`` does; or the resolved mode has no graphs.
         BudgetError: no boxes were found that hold all batches and that the budget pays for.
     """
-    lanes = lanes_of(
-        resolve_mode(config)[0],
-        lora_cases(config),
-    )
+
+    def plan_of(boxes: Sequence[Sequence[int]]) -> Plan:
+        return build_plan(config.with_values("compilation", boxes=tuple(boxes)))
+
+    largest = tuple(dim.top for dim in dims_of(config))
+    base = plan_of([largest])
+    lanes = lanes_of(base.mode, base.lora_cases)
     most = config.budget.max_graphs
     if not lanes:
         raise PlanError(
@@ -510,16 +504,13 @@ def propose_boxes(
             f"budget.max_graphs is {most}, too few for {' and '.join(map(str, lanes))}",
             remedy=f"Raise it to {len(lanes)}, which one box takes.",
         )
-
-    def plan_of(boxes: Sequence[Sequence[int]]) -> Plan:
-        return build_plan(config.with_values("compilation", boxes=tuple(boxes)))
-
     problem = _BoxProblem(
         config,
         traffic,
         surface,
         costs,
-        plan_of([tuple(dim.top for dim in dims_of(config))]),
+        base,
+        lanes,
     )
     evidence = problem.evidence(BOXES if most is None else most // len(lanes))
     plan = plan_of([(use.size or 0, *use.sizes) for use in evidence.uses])
@@ -540,13 +531,10 @@ class _BoxProblem:
     surface: StepSurface | None
     costs: GraphCosts | None
     base: Plan
+    lanes: Sequence[Lane]
 
     def __post_init__(self) -> None:
         traffic = self.traffic
-        self._lanes = lanes_of(
-            self.base.mode,
-            self.base.lora_cases,
-        )
         self._dims = dims_of(self.config)
         given = self.config.budget.model_dump(exclude_none=True)
         self._given = {limit: most * (1 + ROUNDING) for limit, most in given.items()}
@@ -637,7 +625,7 @@ class _BoxProblem:
         keys = []
         base = self.base
         for first, *rest in boxes.tolist():
-            for lane in self._lanes:
+            for lane in self.lanes:
                 keys.append(
                     lane.key(
                         first,
@@ -654,7 +642,7 @@ class _BoxProblem:
         return self.costs.of(self._keys(boxes))
 
     def _broken(self, boxes: Ints) -> list[PlanLimit]:
-        graphs = len(boxes) * len(self._lanes)
+        graphs = len(boxes) * len(self.lanes)
         spent: dict[PlanLimit, float] = {"max_graphs": graphs}
         paid = self._price(boxes)
         if paid:
@@ -663,9 +651,7 @@ class _BoxProblem:
         return [limit for limit, used in spent.items() if used > self._given.get(limit, inf)]
 
     def _best(self, most: int, grid: Ints) -> tuple[Ints, float, list[PlanLimit]]:
-        """Boxes within the budget, the lower bound, and the limits that the next box would
-        break.
-        """
+        """Boxes, the lower bound, and the limits that the next box would break."""
         boxes = _grid(self._sizes)
         holds = _holds(boxes, self._rounded)
         start = [int((boxes == box).all(axis=1).argmax()) for box in grid]
@@ -695,7 +681,6 @@ class _BoxProblem:
         )
 
     def _binding(self, found: Ints, boxes: Ints) -> list[PlanLimit]:
-        """The limits that the box which saves most would break."""
         times = np.where(
             _holds(boxes, self._least),
             self._times(boxes),
@@ -759,9 +744,7 @@ class _BoxProblem:
         return best
 
     def _runs_in(self, boxes: Ints) -> Ints:
-        """The box of each batch: of those that hold it the one with the fewest elements, as the
-        dispatcher has it.
-        """
+        """The box of each batch, as the dispatcher has it: the one with the fewest elements."""
         order = np.argsort(
             _elements(boxes),
             kind="stable",
@@ -771,12 +754,15 @@ class _BoxProblem:
         return np.asarray(order[first])
 
     def _tight(self, boxes: Ints) -> Ints:
-        """Those that run a batch, shrunk to the largest sizes of the batches that they run."""
+        """Those that run a batch, shrunk to what they run."""
         before = boxes[:0]
         while not np.array_equal(before, boxes):
             before = boxes
             runs = self._runs_in(boxes)
-            largest = [self._least[runs == box].max(axis=0) for box in np.unique(runs)]
+            largest = []
+            for box in np.unique(runs):
+                held = self._least[runs == box]
+                largest.append(held.max(axis=0))
             boxes = np.unique(largest, axis=0)
         return boxes
 
@@ -785,7 +771,7 @@ class _BoxProblem:
         paid = self._price(boxes)
         return LadderPoint(
             name=name,
-            graphs=len(self._lanes) * len(boxes),
+            graphs=len(self.lanes) * len(boxes),
             bytes=None if paid is None else paid.total_bytes,
             seconds=None if paid is None else paid.seconds,
             expected_us=float(self._weights @ self._times(boxes)[runs]) / self._total,
@@ -828,7 +814,6 @@ class _BoxProblem:
         )
 
     def _ladders(self) -> dict[str, Ints]:
-        """For any traffic, and those of the configuration where they hold it."""
         found = {}
         by_powers = _grid([sizes_of(dim.changed(sizes=None)) for dim in self._dims])
         with suppress(ConfigError, PlanError):
@@ -855,7 +840,7 @@ class _BoxProblem:
         shares = counts / self._total
         for index, (first, *others) in enumerate(boxes.tolist()):
             yield SizeUse(
-                **self._lanes[0]._asdict(),
+                **self.lanes[0]._asdict(),
                 size=first,
                 sizes=tuple(others),
                 share=shares[index],
@@ -941,7 +926,7 @@ class _BoxProblem:
             rule=f"the best {most} boxes of sizes of the traffic within the budget; each of its "
             "batches has a graph",
             graphs=own.graphs,
-            unmeasured_graphs=int(is_far.sum()) * len(self._lanes),
+            unmeasured_graphs=int(is_far.sum()) * len(self.lanes),
             bytes=own.bytes,
             seconds=own.seconds,
             expected_us=Expected(plan=step, eager=eager, bound=bound),
@@ -990,7 +975,6 @@ def _holds(boxes: Ints, batches: Ints) -> Bools:
 
 
 def _up(batches: Ints, sizes: Sequence[Ints]) -> Ints:
-    """Each size rounded up to the next of its dimension."""
     columns = zip(sizes, batches.T, strict=True)
     return np.stack(
         [of[np.searchsorted(of, column)] for of, column in columns],

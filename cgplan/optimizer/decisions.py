@@ -57,8 +57,7 @@ class Miss(NamedTuple):
 
     Attributes:
         share: Excess over the goal, as a share of it; 0 or less: it holds.
-        text: The times found and asked for.
-        requests: The load, and with ``service`` what its requests get.
+        requests: The load, whose requests get ``service``.
     """
 
     share: float
@@ -116,12 +115,12 @@ class Planner:
         self._modes = MODES
         if self.apart or self.times.full_of_decode:  # FULL graphs run decode alone
             self._modes = [mode for mode in MODES if mode.mixed_mode() is not CUDAGraphMode.FULL]
-        self._shortened = list[Source]()
-        for source, _ in self.sources:
+        self._first = list[tuple[Source, float]]()
+        for source, weight in self.sources:
             short = source
             if isinstance(short, RequestTrace):
                 short = short.first(LARGE)
-            self._shortened.append(short)
+            self._first.append((short, weight))
         self._known: dict[Any, tuple[Source, Traffic]] = {}  # simulated, by the source's id
 
     @property
@@ -334,7 +333,7 @@ class Planner:
         config: Config,
         of_first: bool,
     ) -> PlannedGraphs:
-        """For steps as they are with the plan, and with all graphs that vLLM captures."""
+        """For steps as they are with the plan; with all graphs that vLLM captures."""
         others = self._others(config)
 
         def planned_for(steps: list[tuple[Traffic, float]], share: float) -> PlannedGraphs:
@@ -390,7 +389,7 @@ class Planner:
             return []
         if not self._higher:
             plan = build_plan(config)
-            source = self._shortened[0]
+            source, _ = self._first[0]
             loads = [self._simulated(config, plan, source)]
             if isinstance(source, RequestTrace):
                 for speed in HIGHER_LOADS:
@@ -409,10 +408,8 @@ class Planner:
     ) -> list[tuple[Traffic, float]]:
         """Steps to plan for; requests are simulated with the step times of ``plan``."""
         found = []
-        pairs = zip(self.sources, self._shortened, strict=True)
-        for (source, weight), short in pairs:
-            simulated = short if of_first else source
-            traffic = self._simulated(config, plan, simulated)
+        for source, weight in self._first if of_first else self.sources:
+            traffic = self._simulated(config, plan, source)
             found.append((traffic, weight))
         return found
 
@@ -537,7 +534,6 @@ class Planner:
         config: Config,
         weighed: Sequence[tuple[Config, PlannedGraphs]],
     ) -> list[Judged]:
-        """The plan of each mode that was tried, the best first."""
         planned = weighed[0][1]
         miss = self._worst_miss(config, planned.plan)
         if miss.holds and self._worst_miss(config, build_plan(_eager(config))).holds:
@@ -558,8 +554,7 @@ class Planner:
         enough: int,
     ) -> Judged:
         """The fewest graphs that hold the SLO, if possible with steps little longer; else the plan
-        as it is, or one that comes notably nearer. Where the most miss it, only doublings below
-        ``enough`` are tried.
+        as it is, or one that comes notably nearer. Where the most miss it, doublings are tried.
         """
         first = self._worst_miss(config, planned.plan)
         found = [(planned, first)]
@@ -635,7 +630,6 @@ class Planner:
             yield ServicePoint(name=name, graphs=len(other.keys), service=service)
 
     def _shown(self, miss: Miss | None) -> RequestTrace | None:
-        """The load whose requests are shown."""
         if miss:
             return miss.requests
         if self._requests and len(self._requests[0].requests) <= LARGE:
@@ -647,7 +641,7 @@ class Planner:
         config: Config,
         requests: RequestTrace | None,
     ) -> Iterator[str]:
-        """Half and double the bounds of the scheduler, where these requests are served better."""
+        """Half and double the bounds, where these requests are served better."""
         if requests is None or len(requests.requests) > LARGE:
             if self._requests:
                 yield f"other bounds were not tried, with more than {LARGE:,} requests"
@@ -678,7 +672,6 @@ class Planner:
                     )
 
     def _memory_notes(self, planned: PlannedGraphs) -> Iterator[str]:
-        """What more memory would bring, and the plan's memory in tokens of the KV cache."""
         cost = planned.plan.predicted
         if cost is None:
             return
@@ -708,7 +701,6 @@ class Planner:
 
 
 def _fewest_first(found: Sequence[Judged], longest: float) -> list[Judged]:
-    """What holds the SLO, with short steps first, then with longer ones, and what misses it."""
 
     def place(pair: Judged) -> tuple[int, int]:
         planned, miss = pair
@@ -724,7 +716,7 @@ def _eager(config: Config) -> Config:
 
 
 def _gains(now: Service, other: Service) -> str:
-    """How figures change if one of them gets notably better, and none loses half as much."""
+    """Figures that change, if one gets notably better and none loses half as much."""
     rows = [
         ("TTFT p99", now.ttft_us.p99, other.ttft_us.p99, format_microseconds),
         ("tokens/s", now.tokens_per_s, other.tokens_per_s, "{:.0f}".format),

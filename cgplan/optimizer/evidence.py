@@ -162,9 +162,7 @@ class PlanCheck(Record):
     Attributes:
         points: The plan, the best ones for this traffic, and the ladders.
         regret, decode_regret: How much longer steps are than with the best that the plan's budget
-            allows, and those of uniform decode alone (None: there is none); as shares, 0.01 is 1%
-            longer.
-        uses: One for each graph that runs a batch, and one for eager steps.
+            allows, and those of uniform decode alone (None: there is none); 0.01 is 1% longer.
         slo_missed: As in ``Evidence``.
     """
 
@@ -187,12 +185,11 @@ class Evidence(Record):
     """Everything that a plan's report shows.
 
     Attributes:
-        costs_source, costs_notes: Where memory and seconds come from, and how they may differ from
-            this configuration's; None: not known, as ``bytes`` and ``seconds`` then.
+        costs_source, costs_notes: Of memory and seconds; None: not known, as these then.
         step_times: ``StepTimes`` in JSON, which a check takes unless it is given others.
-        unbounded: Limits of the budget that could not bound the plan, because costs are not known.
-        rule: How the number of graphs was chosen, in words.
-        insurance: Share of the steps in what was planned for that the traffic need not show.
+        unbounded: Limits of the budget that bound nothing, because costs are not known.
+        rule: How the number of graphs was chosen.
+        insurance: Share of steps that were planned for, and that the traffic need not show.
         lower_bound_us: No plan by this rule, of the same lanes, has a shorter mean step, insurance
             included.
         gap: What the plan's mean step is longer, as a share of what graphs can save at all.
@@ -201,24 +198,21 @@ class Evidence(Record):
         one_list: Whether all lanes have the same sizes, as vLLM captures them.
         apart: Whether FULL graphs run decode alone, and PIECEWISE ones prefill alone, as in SGLang.
         loads: Of several traffics, each; other loads, which are insured, come last.
-        other_loads: Share of the steps in what was planned for that are theirs.
+        other_loads: Their share of the steps that were planned for.
         service: Of the plan, of the graphs asked for, and without graphs.
-        unsure: As in ``StepTimes``, and of the traffic.
-        unmeasured, unmeasured_graphs: Share of the steps at sizes larger than those whose times
-            were measured, and how many graphs have such sizes.
-        decided, decisions: On the SLO and a changed mode, and on the rest, in sentences.
-        slo: What the plan is to hold.
-        objective, kv_tokens, replicas: As ``Planner`` had them.
-        slo_missed: How the plan misses an SLO that none holds, in words.
+        unmeasured, unmeasured_graphs: Share of the steps at sizes above those that were timed, and
+            how many graphs have such sizes.
+        decided, decisions: On the SLO and a changed mode, and on the rest.
+        slo_missed: How the plan misses an SLO that none holds.
         asked: The ladder asked for; None: the first.
         keep: Whether its graphs are as good as the plan's, and not more.
         binding: The limits that the next better plan breaks.
         next_graph: None if the curve ends there, or memory or time binds.
         pareto: From one graph to where more bring nothing.
-        padding: Share of all tokens that run which are padding, from 0 to 1; eager steps included.
-        left_out: Sizes of the configured list or ladder that the plan does not have.
-        failed: Keys that could not be captured, with the error.
-        notes, warnings, verdict: Assumptions of the planner, lint, and a summary in one sentence.
+        padding: Share of all tokens that run, those of eager steps included; from 0 to 1.
+        left_out: Of the ladder asked for.
+        failed: Keys that could not be captured.
+        notes, warnings: Assumptions of the planner, and lint.
     """
 
     kind: Literal["evidence"] = "evidence"

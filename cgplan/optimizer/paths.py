@@ -15,7 +15,6 @@ best i moves up with j.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,7 +32,7 @@ class Paths:
 
     Attributes:
         cost: [K + 1, N + 1]; inf where there is no path.
-        parent: [K + 1, N + 1]: the size below the largest one, 0 for none.
+        parent: [K + 1, N + 1]: the size below the largest one; -1 where a path starts.
         each: Graphs of a size: [N + 1].
     """
 
@@ -47,13 +46,23 @@ class Paths:
         last: int,
     ) -> list[int]:
         """Candidates of the best path of at most so many graphs to ``last``, ascending."""
-        chosen: list[int] = []
-        while last > 0:
-            chosen.insert(0, last)
-            below = self.parent[graphs, last]
-            graphs -= int(self.each[last])
-            last = int(below)
+        chosen, _, _ = self.back(graphs, last)
         return chosen
+
+    def back(
+        self,
+        graphs: int,
+        last: int,
+    ) -> tuple[list[int], int, int]:
+        """The same, and the graphs and the size with which the path starts."""
+        chosen: list[int] = []
+        below = int(self.parent[graphs, last])
+        while below >= 0:
+            chosen.insert(0, last)
+            graphs -= int(self.each[last])
+            last = below
+            below = int(self.parent[graphs, last])
+        return chosen, graphs, last
 
 
 def best_paths(
@@ -62,6 +71,7 @@ def best_paths(
     graphs: int,
     price: Floats | float = 0.0,
     each: Ints | None = None,
+    start: Floats | None = None,
 ) -> Paths:
     """The least cost of every path, see Note [One lane].
 
@@ -71,26 +81,42 @@ def best_paths(
         graphs: K.
         price: Of each size: [N + 1], or all.
         each: Graphs that each size counts as: [N + 1]; None: 1.
+        start: Costs of paths that start at a size: [K + 1, N + 1]; None: all start below the first.
     """
     width = weights.shape[1]
     if each is None:
         each = np.ones(width, dtype=int)
     shape = graphs + 1, width
-    cost = np.full(shape, np.inf)
-    cost[:, 0] = 0.0
-    parent = np.zeros(shape, dtype=int)
-    find = best_below(weights, times, price)
+    if start is None:
+        cost = np.full(shape, np.inf)
+        cost[:, 0] = 0.0
+    else:
+        cost = start.copy()
+    parent = np.full(cost.shape, -1)
+    took = weights * times
+    ran = took.sum(axis=0) + price
+    every = np.arange(width)
+    between = None
+    if width <= FEW:
+        between = ran[:, None] - times.T @ weights
+        between[every[:, None] <= every] = np.inf
     counts = set(each[1:].tolist())
     widest = max(counts, default=1)
     for level in range(1, graphs + 1):
         for count in counts:
             if count <= level:
-                here = each == count
-                here[0] = False
-                total, below = find(cost[level - count])
+                before = cost[level - count]
+                if between is None:
+                    least, below = best_start(before, weights, times, every - 1)
+                    total = least + ran
+                else:
+                    totals = before + between
+                    below = totals.argmin(axis=1)
+                    total = totals[every, below]
+                here = (each == count) & (total < cost[level])
                 cost[level, here] = total[here]
                 parent[level, here] = below[here]
-        if level < widest:
+        if level < widest or start is not None:
             continue
         before = cost[level - widest]
         if np.array_equal(cost[level], before):  # more graphs change nothing
@@ -98,33 +124,6 @@ def best_paths(
             parent[level:] = parent[level]
             break
     return Paths(cost, parent, each)
-
-
-def best_below(
-    weights: Floats,
-    times: Floats,
-    price: Floats | float,
-) -> Callable[[Floats], tuple[Floats, Ints]]:
-    """A function of F_{k-1} that finds F_k, and the size below, of each size from the first."""
-    took = weights * times
-    ran = took.sum(axis=0) + price
-    every = np.arange(ran.size)
-    if ran.size > FEW:
-
-        def searched(before: Floats) -> tuple[Floats, Ints]:
-            least, below = best_start(before, weights, times, every - 1)
-            return least + ran, below
-
-        return searched
-    between = ran[:, None] - times.T @ weights
-    between[every[:, None] <= every] = np.inf
-
-    def compared(before: Floats) -> tuple[Floats, Ints]:
-        total = before + between
-        below = total.argmin(axis=1)
-        return total[every, below], below
-
-    return compared
 
 
 def best_start(

@@ -106,16 +106,13 @@ def keys_of(
 
 
 class Steps:
-    """Batches run through graphs, by the rule of the dispatcher.
+    """Batches run through graphs: each in the first lane with a graph that holds it, at the
+    smallest such size, as the dispatcher has it.
 
-    A batch runs in the first lane with a graph that holds it, at the smallest such size; eagerly if
-    there is none. Raises StepTimeError where times of a mode that runs a batch are missing.
+    Raises StepTimeError where times of a mode that runs a batch are missing.
 
     Attributes:
         batches: A StepShape of arrays.
-        times: How long steps take.
-        apart: As in Traffic.
-        microseconds: Of each batch.
         missed: Whether a batch runs eagerly.
     """
 
@@ -159,7 +156,12 @@ class Steps:
     ) -> None:
         if sizes.size:
             self._size[here] = sizes
-            self.microseconds[here] = self.times.at(lane.mode, sizes, lane.num_active_loras)
+            took = self.times.at(
+                lane.mode,
+                sizes,
+                lane.num_active_loras,
+            )
+            self.microseconds[here] = took
             self._parts.append((lane, here))
 
     def serves(
@@ -167,7 +169,6 @@ class Steps:
         lane: Lane,
         batch: StepShape,
     ) -> Any:
-        """Whether the lane is for a batch, or for each of ``Traffic.columns``."""
         return lane.serves(batch.uniform, batch.num_active_loras, self.apart)
 
     def may_run(
@@ -208,11 +209,7 @@ def step_clock(
 
 
 class Run(Steps):
-    """Traffic run through graphs.
-
-    Attributes:
-        weights: Of the batches.
-    """
+    """Traffic run through graphs."""
 
     def __init__(
         self,
@@ -239,41 +236,36 @@ class Run(Steps):
 
     @property
     def by_kind(self) -> dict[str, Any]:
-        """Mean microseconds of the steps of uniform decode, and of the others; None where there is
-        none.
-        """
         uniform = self.batches.uniform
-        return {
-            "decode_us": self._mean(uniform),
-            "mixed_us": self._mean(~uniform),
-        }
-
-    def _mean(self, here: Any) -> float | None:
-        weight = self.weights[here]
-        if not weight.size:
-            return None
-        time = self.microseconds[here]
-        return float(np.average(time, weights=weight))
+        means = {}
+        for name, here in (("decode_us", uniform), ("mixed_us", ~uniform)):
+            if here.any():
+                time = self.microseconds[here]
+                mean = np.average(time, weights=self.weights[here])
+                means[name] = float(mean)
+        return means
 
     @property
     def padding(self) -> float:
-        """Share of all tokens that run, eager steps included, which are padding."""
         tokens = float(self.weights @ self._tokens)
         ran = float(self.weights @ self._size)
         return 1 - tokens / ran
 
     @cached_property
     def uses(self) -> tuple[SizeUse, ...]:
-        """An entry for each graph that runs a batch, in the order of lanes and sizes, and last one
-        for eager steps.
-        """
+        """Of each graph that runs a batch, in the order of lanes and sizes, last of eager steps."""
         found = []
         for lane, runs in self._parts:
             if lane.mode is EAGER.mode:
                 continue
             for size in np.unique(self._size[runs]):
-                here = runs & (self._size == size)
-                own = self.times.at(lane.mode, self._tokens[here], lane.num_active_loras)
+                here = self.runs_in(lane, int(size))
+                tokens = self._tokens[here]
+                own = self.times.at(
+                    lane.mode,
+                    tokens,
+                    lane.num_active_loras,
+                )
                 use = self._use(lane, int(size), here, own)
                 found.append(use)
         if self.missed.any():
@@ -306,23 +298,10 @@ class Run(Steps):
             own_us=unpadded / total,
         )
 
-    def gain_of(
-        self,
-        lane: Lane,
-        size: int,
-    ) -> tuple[float, float]:
-        """Weight of the batches that one graph more would run, and how many microseconds shorter it
-        makes the step.
-        """
-        is_later = self._place > lane.place
-        is_here = self._place == lane.place
-        is_larger = is_here & (self._size > size)
-        moved = self.may_run(lane, size)
-        moved &= is_later | is_larger
-        time = self.times.of(lane.mode, size, lane.num_active_loras)
-        weight = self.weights[moved]
-        saved = weight @ (self.microseconds[moved] - time)
-        return float(weight.sum()), float(saved / self.weights.sum())
+    def runs_in(self, lane: Lane, size: int) -> Any:
+        """Whether this graph runs a batch, of each."""
+        is_there = self._place == lane.place
+        return is_there & (self._size == size)
 
 
 Chosen = tuple[tuple[int, ...], ...]  # candidates of each lane, ascending, as indices
@@ -334,10 +313,9 @@ class Candidates:
 
     Attributes:
         lanes: The lane, or those that share the list.
-        sizes: In tokens.
-        times: Microseconds of a step at that size: [1, N + 1], or [demands, N + 1] of a list.
-        key_costs: Graphs that a size counts as, and the driver's bytes and the seconds that they
-            take; without costs both are 0, as ``pools``.
+        times: Microseconds of a step: [1, N + 1], or [demands, N + 1] of a list.
+        key_costs: Graphs that a size counts as, their driver bytes, and seconds; without costs both
+            are 0, as ``pools``.
         pools: Bytes of the pool and of the static buffers, where that size is the largest.
     """
 
@@ -357,6 +335,7 @@ class Candidates:
         weights: Floats,
         graphs: int,
         prices: Prices,
+        start: Floats | None = None,
     ) -> Paths:
         return best_paths(
             weights,
@@ -364,6 +343,7 @@ class Candidates:
             graphs,
             price=prices.of(self),
             each=self.each,
+            start=start,
         )
 
 
@@ -395,9 +375,8 @@ class Demand:
         lanes: Indices of the lanes that may serve them, in the order in which they are tried.
         tokens: Sizes of the batches, ascending: [n].
         slowest: The longest eager step up to those sizes: [n + 1], 0 first.
-        weight: Weights.
-        eager: Weights times the microseconds of eager steps.
-        best: Weights times the least microseconds that any lane or an eager step could take.
+        eager: Weights times microseconds of eager steps.
+        best: Weights times the least microseconds of any lane or an eager step.
         row: Of ``Candidates.times``.
     """
 
@@ -429,8 +408,7 @@ class Problem:
     Attributes:
         plan: With bounds.
         lanes: In the order in which they are tried.
-        demands: Batches that a graph may serve.
-        eager_us: Weight times microseconds of the batches that none may serve.
+        eager_us: Weight times microseconds of the batches that no lane may serve.
         weight: Of all batches.
         workspace, once: Bytes and seconds that the first graph brings with it.
         rising: Whether no larger graph is faster, in whatever mode its batches run there.
@@ -444,6 +422,10 @@ class Problem:
     workspace: float = 0.0
     once: float = 0.0
     rising: bool = True
+
+    @property
+    def nothing(self) -> Chosen:
+        return ((),) * len(self.lanes)
 
     @property
     def infinite_us(self) -> float:
@@ -464,7 +446,6 @@ class Problem:
 
     @property
     def saved(self) -> float:
-        """Microseconds, times weight, that graphs can save at all."""
         return self.eager_total - self.best_total
 
     @property
@@ -482,17 +463,10 @@ class Problem:
 
     @cached_property
     def holds(self) -> list[list[Ints]]:
-        """Of each demand and lane: how many batch sizes each candidate holds; 0 where the lane may
-        not serve them.
-        """
+        """Of each demand and lane: how many batch sizes each candidate holds."""
         found = []
         for demand in self.demands:
-            row = []
-            for n, lane in enumerate(self.lanes):
-                held = demand.below(lane.sizes)
-                if n not in demand.lanes:
-                    held[:] = 0
-                row.append(held)
+            row = [demand.below(lane.sizes) for lane in self.lanes]
             found.append(row)
         return found
 
@@ -501,8 +475,8 @@ class Problem:
         n: int,
         others: Chosen,
     ) -> tuple[Floats, Floats]:
-        """The weight of the batches up to each candidate of a lane that others leave to it, by
-        kinds, and what all other batches take, if it ends there.
+        """The weight of the batches up to each candidate that other lanes leave to this one, by
+        kinds, and what all other batches take if it ends there.
         """
         lane = self.lanes[n]
         weights = np.zeros(lane.times.shape)
@@ -520,8 +494,8 @@ class Problem:
         return weights, beyond
 
     def least(self, graphs: int) -> Floats:
-        """Bytes and seconds that 0 or more graphs cost at least, whichever they are, without pool
-        and static buffers: [2, K + 1].
+        """Bytes and seconds of the cheapest 0 to K graphs, without pool and static buffers:
+        [2, K + 1].
         """
         every = [np.zeros((2, 0))]
         for lane in self.lanes:
@@ -563,7 +537,6 @@ class Problem:
         return spent.cumsum(), before
 
     def total_of(self, chosen: Chosen) -> float:
-        """Microseconds, times weight, if these candidates of each lane are captured."""
         total = self.eager_us
         for number in range(len(self.demands)):
             now, _ = self._now(number, chosen)
@@ -571,9 +544,7 @@ class Problem:
         return total
 
     def gains(self, chosen: Chosen) -> list[Floats]:
-        """What each candidate of each lane saves as one more of these: microseconds, times
-        weight.
-        """
+        """What each candidate of each lane saves as one more."""
         found = [np.zeros(lane.sizes.size) for lane in self.lanes]
         for number, demand in enumerate(self.demands):
             now, before = self._now(number, chosen)
@@ -592,27 +563,20 @@ class Problem:
                 found[n] += now[last] - now[first] - took
         return found
 
-    def costs_of(self, chosen: Chosen) -> tuple[int, float, float]:
-        """Graphs, bytes and seconds."""
+    def costs_of(self, chosen: Chosen) -> tuple[float, float, float]:
         key_costs, pools = self.parts(chosen)
         graphs, driver, seconds = key_costs.tolist()
         if not graphs:
-            return 0, 0.0, 0.0
-        memory = self.workspace + driver
-        memory += float(pools.sum())
-        seconds += self.once
-        return (
-            int(graphs),
-            memory,
-            seconds,
-        )
+            return 0.0, 0.0, 0.0
+        memory = self.workspace + driver + float(pools.sum())
+        return graphs, memory, seconds + self.once
 
     def costs_with(
         self,
         chosen: Chosen,
         n: int,
     ) -> tuple[Floats, Floats, Floats]:
-        """The same with each candidate of a lane as one more."""
+        """Graphs, bytes and seconds with each candidate of a lane as one more."""
         lane = self.lanes[n]
         key_costs, pools = self.parts(chosen)
         graphs, driver, seconds = lane.key_costs
@@ -625,7 +589,6 @@ class Problem:
         )
 
     def parts(self, chosen: Chosen) -> tuple[Floats, Floats]:
-        """``key_costs`` and ``pools`` of these candidates."""
         key_costs = np.zeros(3)
         pools = np.zeros(2)
         for lane, picked in zip(self.lanes, chosen, strict=True):
@@ -639,7 +602,6 @@ class Problem:
         return key_costs, pools
 
     def lists_of(self, chosen: Chosen) -> Lists:
-        """The sizes of these candidates."""
         found = {}
         for candidates, picked in zip(self.lanes, chosen, strict=True):
             sizes = candidates.sizes[[*picked]]
@@ -661,11 +623,9 @@ def problem_of(
     *,
     one_list: bool = False,
 ) -> Problem:
-    """The problem of planning these lanes for this traffic; the keys in ``without`` are no
-    candidates. ``one_list``: see Note [One list].
+    """The keys in ``without`` are no candidates. ``one_list``: see Note [One list].
 
-    Raises:
-        StepTimeError: step times of a lane's mode, or of eager steps, are missing.
+    Raises StepTimeError where step times of a lane's mode, or of eager steps, are missing.
     """
     batches, weights = traffic.columns
     offers = []
@@ -788,8 +748,6 @@ def _rounded(
 
 @dataclass(frozen=True, eq=False)
 class _Offer:
-    """The graphs that a lane may have, at multiples of a stride."""
-
     lane: Lane
     stride: int
     times: StepTimes
@@ -806,7 +764,7 @@ class _Offer:
 
     @cached_property
     def costs_by_size(self) -> Floats:
-        """[2, sizes] bytes of the driver and seconds of every multiple of the stride, from 0 on."""
+        """Bytes of the driver and seconds of every multiple of the stride, from 0 on."""
         number = self.largest // self.stride
         figures = np.zeros((2, number + 1))
         costs = self.costs
@@ -864,12 +822,11 @@ class _Offer:
         key_costs[1:] = self.costs_by_size[:, multiples]
         pools = np.zeros((2, sizes.size))
         costs = self.costs
-        for index in range(1, sizes.size):
-            if costs is None:
-                break
-            size = int(sizes[index])
-            pool = costs.pool_bytes(self.lane.mode, size)
-            pools[:, index] = pool, costs.static_bytes(size)
+        if costs:
+            for index in range(1, sizes.size):
+                size = int(sizes[index])
+                pool = costs.pool_bytes(self.lane.mode, size)
+                pools[:, index] = pool, costs.static_bytes(size)
         times = self.time(sizes)
         return Candidates(
             lanes=(self.lane,),
@@ -885,7 +842,7 @@ def _with_one_list(
     offers: Sequence[_Offer],
     without: Iterable[Key],
 ) -> Problem:
-    """Its sizes are those of batches of any lane, that no lane has to do without."""
+    """Sizes that one lane has to do without are of none."""
     plan = problem.plan
     lanes = tuple(offer.lane for offer in offers)
     stride, whole = list_stride(lanes, plan)

@@ -46,9 +46,7 @@ from cgplan.optimizer.problem import (
     Problem,
     Run,
     keys_of,
-    largest_of,
     problem_of,
-    stride_of,
 )
 from cgplan.optimizer.search import (
     MOST_GRAPHS,
@@ -130,10 +128,10 @@ def plan_graphs(inputs: PlanInputs) -> PlannedGraphs:
     most = config.budget.max_graphs
     graphs = min(most or inputs.needed, MOST_GRAPHS)
     goal = problem.best_total + WORTH * problem.changeable  # below it no graph is worth a word
-    best = inputs.by_graphs.best(min(graphs, inputs.graphs), goal)
+    best = inputs.by_graphs.best(min(graphs, MOST_OF_CURVE), goal)
     limits = inputs.limits(graphs)
     keys = keys_of(problem.lists_of(best.chosen), inputs.base)
-    if graphs > inputs.graphs or not inputs.pays_for(limits, keys):
+    if graphs > MOST_OF_CURVE or not inputs.pays_for(limits, keys):
         problem = inputs.priced(inputs.insured)
         _check_one_graph(inputs, limits, problem)
         if most is None:
@@ -145,8 +143,8 @@ def plan_graphs(inputs: PlanInputs) -> PlannedGraphs:
         lists, best_alone = _least_regret(inputs, lists, limits)
         total = inputs.step(lists, inputs.insured) * problem.weight
         best = replace(best, total=total, least=total)
-    if inputs.failed or inputs.pools_shrink or (most or 0) > MOST_GRAPHS:
-        # neighbours of failed sizes, larger sizes with smaller pools, and more graphs are not tried
+    if inputs.failed or (most or 0) > MOST_GRAPHS:
+        # neighbours of failed sizes, and more graphs are not tried
         bound = min(best.bound, problem.best_total)
         best = replace(best, bound=bound)
     run = Run(lists, inputs.seen, inputs.times)
@@ -224,7 +222,6 @@ class PlanInputs:
         return self.with_others(self.seen)
 
     def limits(self, graphs: int) -> Limits:
-        """Without costs, memory and seconds bound nothing."""
         if self.costs is None:
             return Limits(graphs)
         budget = self.config.budget
@@ -236,10 +233,6 @@ class PlanInputs:
         if self.one_list:
             return cases
         return self.times.told_apart(cases)
-
-    @property
-    def lanes(self) -> tuple[Lane, ...]:
-        return lanes_of(self.base.mode, self.lora_cases)
 
     @cached_property
     def ladders(self) -> dict[str, Plan]:
@@ -276,7 +269,7 @@ class PlanInputs:
         costs: GraphCosts | None,
     ) -> Problem:
         return problem_of(
-            self.lanes,
+            lanes_of(self.base.mode, self.lora_cases),
             traffic,
             self.times,
             self.base,
@@ -286,7 +279,6 @@ class PlanInputs:
         )
 
     def priced(self, traffic: Traffic) -> Problem:
-        """The problem with the costs that limits count."""
         has_prices = self.limits(0).has_prices
         return self.problem_for(traffic, self.costs if has_prices else None)
 
@@ -296,20 +288,6 @@ class PlanInputs:
         traffic: Traffic,
     ) -> float:
         return Run(lists, traffic, self.times).expected_us
-
-    @property
-    def pools_shrink(self) -> bool:
-        """Whether memory is limited and a larger size has a smaller pool."""
-        costs = self.costs
-        if costs is None or self.config.budget.memory is None:
-            return False
-        for lane in self.lanes:
-            stride = stride_of(lane, self.base)
-            every = range(stride, largest_of(lane, self.base) + 1, stride)
-            pools = [costs.pool_bytes(lane.mode, size) for size in every]
-            if pools != sorted(pools):
-                return True
-        return False
 
     def pays_for(self, limits: Limits, keys: tuple[Key, ...]) -> bool:
         if self.costs is None:
@@ -333,26 +311,19 @@ class PlanInputs:
 
     @cached_property
     def steps_us(self) -> list[float]:
-        """Mean microseconds of a step of the traffic alone, by the number of graphs."""
-        return [self.step(self.lists_of(graphs), self.seen) for graphs in range(self.graphs + 1)]
-
-    @property
-    def graphs(self) -> int:
-        """Where the curve ends."""
-        return self.by_graphs.value.size - 1
+        """Of the traffic alone, by the number of graphs."""
+        return [self.step(self.lists_of(graphs), self.seen) for graphs in range(MOST_OF_CURVE + 1)]
 
     @cached_property
     def lists_of(self) -> Callable[[int], Lists]:
         return cache(lambda graphs: self.problem.lists_of(self.by_graphs.chosen(graphs)))
 
     def fewest(self, total: float) -> int | None:
-        """The fewest graphs with which all steps together are no longer than that."""
         enough = np.flatnonzero(self.by_graphs.value <= total * (1 + 1e-9))
         return int(enough[0]) if enough.size else None
 
     @cached_property
     def needed(self) -> int:
-        """The fewest graphs that suffice for ``plan_graphs``."""
         ladders = self.ladders
         plans = [ladders[name] for name in (self.asked, "vllm") if name in ladders]
         goals = [plan.lanes() for plan in plans or ladders.values()]
@@ -367,7 +338,7 @@ class PlanInputs:
         fewest = self.fewest(problem.best_total + CLOSE * problem.saved)
         if fewest is None:
             return self.worthwhile
-        for graphs in range(max(fewest, 1), self.graphs + 1):
+        for graphs in range(max(fewest, 1), MOST_OF_CURVE + 1):
             lists = self.lists_of(graphs)
             if all(self.step(lists, part) <= goal for part, goal in longest):
                 return graphs
@@ -380,7 +351,6 @@ class PlanInputs:
         return self.fewest(float(self.by_graphs.value[-1]) + slack) or 0
 
     def price(self, keys: tuple[Key, ...]) -> dict[str, Any]:
-        """``bytes`` and ``seconds`` of keys, in capture order; None where costs are not known."""
         costs = self.costs
         cost = costs and costs.of(keys)
         return {"bytes": cost and cost.total_bytes, "seconds": cost and cost.seconds}
@@ -413,8 +383,8 @@ def _least_regret(
     lists: Lists,
     limits: Limits,
 ) -> tuple[Lists, list[float]]:
-    """The plan with the least largest regret, of this one and those that are best for some weights
-    of the loads; and the best step of each load.
+    """The plan with the least largest regret of those that are best for some weights of the loads;
+    and the best step of each load.
     """
     loads = [load for load, _ in inputs.loads]
 
@@ -445,18 +415,19 @@ def _check_one_graph(
     limits: Limits,
     problem: Problem,
 ) -> None:
-    nothing = ((),) * len(problem.lanes)
+    nothing = problem.nothing
     singles = []
     for n, gains in enumerate(problem.gains(nothing)):
         _, memory, seconds = problem.costs_with(nothing, n)
-        for index in np.flatnonzero(gains > WORTH * problem.changeable).tolist():
-            if limits.pays_for(0, memory[index], seconds[index]):
-                return
-            single = (*nothing[:n], (index,), *nothing[n + 1 :])
-            singles.append((memory[index], seconds[index], single))
+        is_worth = gains > WORTH * problem.changeable
+        if (is_worth & limits.pays_for(0, memory, seconds)).any():
+            return
+        for index in np.flatnonzero(is_worth).tolist():
+            singles.append((memory[index], seconds[index], n, index))
     if not singles:
         return
-    memory, seconds, cheapest = min(singles)
+    memory, seconds, n, index = min(singles)
+    cheapest = (*nothing[:n], (index,), *nothing[n + 1 :])
     keys = keys_of(problem.lists_of(cheapest), inputs.base)
     names = [f"{mode} {descriptor}" for mode, descriptor in keys]
     wrong = []
@@ -480,7 +451,6 @@ class PlannedGraphs:
     """A plan, and all that it was made from.
 
     Attributes:
-        run: Traffic run through the plan.
         best_alone: The best step of each load, where that was sought.
         for_slo: Whether its number of graphs is the least that holds an SLO.
         unlimited: The plan that may take more memory than the graphs asked for.
@@ -623,7 +593,6 @@ class PlannedGraphs:
 
     @property
     def _changeable_us(self) -> float:
-        """Of the mean step of the traffic: what the steps take that graphs make faster."""
         alone = self.inputs.problem_of_seen
         return alone.changeable / alone.weight
 
@@ -640,7 +609,7 @@ class PlannedGraphs:
         plan: Plan,
     ) -> LadderPoint:
         inputs = self.inputs
-        run = self._run_of(plan)
+        run = self._run_of(plan.lanes())
         step = run.expected_us
         near = inputs.problem_of_seen.infinite_us + NO_GAIN * self._changeable_us
         return point_of(
@@ -653,11 +622,10 @@ class PlannedGraphs:
             no_gain=step <= near,
         )
 
-    def _run_of(self, plan: Plan) -> Run:
-        return Run(plan.lanes(), self.run.traffic, self.run.times)
+    def _run_of(self, lists: Lists) -> Run:
+        return Run(lists, self.run.traffic, self.run.times)
 
     def _point_within(self, expected_us: float) -> ParetoPoint | None:
-        """The fewest graphs with which the traffic alone takes no longer."""
         goal = expected_us * (1 + 1e-9)
         for graphs, step in enumerate(self.inputs.steps_us):
             if step <= goal:
@@ -665,7 +633,6 @@ class PlannedGraphs:
         return None
 
     def _left_out(self) -> Iterator[tuple[Key, str]]:
-        """Each is added to the plan by itself."""
         asked = self._asked
         for key in asked.keys if asked else ():
             if key not in self.plan.keys:
@@ -678,9 +645,14 @@ class PlannedGraphs:
             return CASE
         if key in inputs.failed:
             return FAILED
-        weight, gain = self.run.gain_of(Lane.of(*key), descriptor.num_tokens)
-        if weight == 0:
+        lane = Lane.of(*key)
+        size = descriptor.num_tokens
+        lists = self.plan.lanes()
+        lists[lane] = tuple(sorted([*lists.get(lane, ()), size]))
+        run = self._run_of(lists)
+        if not run.runs_in(lane, size).any():
             return NO_BATCH
+        gain = self.run.expected_us - run.expected_us
         if gain < WORTH * self._changeable_us:
             return NO_GRAPH_GAIN
         broken = self._broken([*self.plan.keys, key])
@@ -760,7 +732,7 @@ class PlannedGraphs:
         most = [int(lane.each.max()) for lane in inputs.problem.lanes]  # of a size
         graphs = len(self.plan.keys) + max(most, default=1)
         is_paid = not {"memory", "capture_time"} & {*binding}
-        if graphs > inputs.graphs or not is_paid:
+        if graphs > MOST_OF_CURVE or not is_paid:
             return None
         gain = max(self.run.expected_us - inputs.steps_us[graphs], 0.0)
         return NextGraph(
@@ -780,8 +752,6 @@ class PlannedGraphs:
             )
         if plan.budget.get("max_graphs", 0) > MOST_GRAPHS:
             yield f"no more than {MOST_GRAPHS} graphs were planned for"
-        if self.inputs.pools_shrink:
-            yield "costs have smaller pools for larger sizes, so no plan is proven to be the best"
 
     def _verdict(self, ladder: LadderPoint | None) -> str:
         if self.plan.mode is CUDAGraphMode.NONE:
@@ -806,7 +776,7 @@ class PlannedGraphs:
         if ladder is None:
             return f"{format_microseconds(expected)} a step with {graphs}"
         theirs = f"with {ladder.words}"
-        ran = self._run_of(self.inputs.ladders[ladder.name])
+        ran = self._run_of(self.inputs.ladders[ladder.name].lanes())
         in_graphs = ~(ran.missed & self.run.missed)
         of_graphs = np.average(ran.microseconds * in_graphs, weights=ran.weights)
         change = (expected - ladder.expected_us) / max(of_graphs, EXACT)
@@ -833,7 +803,6 @@ class PlannedGraphs:
 
 
 def point_of(name: str, plan: Plan, run: Run, **more: Any) -> LadderPoint:
-    """Graphs beside others, by the traffic that ran through them."""
     graphs = len(plan.keys)
     used = [use for use in run.uses if use.size is not None]
     return LadderPoint(

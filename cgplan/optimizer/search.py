@@ -2,9 +2,9 @@
 
 Note [Lanes]
 ~~~~~~~~~~~~
-One lane or two are solved exactly. Of three and more, each lane gets its best list in
-turn for what the others' lists leave to it, and graphs go from lane to lane, until nothing is
-better; so one graph after the other is added. The bound there is that of a graph for each size.
+One lane or two are solved exactly. Of more, each lane gets its best list in turn for what the
+others leave to it, and graphs go from lane to lane, until nothing is better; then one graph more is
+added. The bound there is that of a graph for each size.
 
 Note [Limits]
 ~~~~~~~~~~~~~
@@ -43,7 +43,6 @@ from cgplan.optimizer.paths import (
     Floats,
     Ints,
     Paths,
-    best_below,
     best_start,
 )
 from cgplan.optimizer.problem import (
@@ -101,30 +100,34 @@ class Pair:
             prices,
         )
         self._beyond = self._after.cost + missed
-        # bytes that follow from where the two lanes end
-        pools, static = map(
-            np.maximum.outer,
-            first.pools,
-            second.pools,
+        self._held = np.searchsorted(
+            second.sizes,
+            first.sizes,
+            side="right",
         )
-        taken_by = pools + static
-        self._room = self._room_in(spare, taken_by)
-        self._start(passed)
-        self._join()
+        joined = self._join(passed)
         took = shared * second.times
-        self._joined += took.sum(axis=0)
-        if shared.any():
-            self._go_on(shared + others, prices)
-        taken = taken_by[0]
-        joined = self._joined
-        joined += missed + missed_second + prices.byte * taken
-        joined[taken > spare[:, None]] = np.inf
-        apart = self._apart
-        apart += missed_first + prices.byte * taken_by[:, 0]
-        apart[self._room < 0] = np.inf
+        joined += took.sum(axis=0)
+        more = graphs if shared.any() else 0
+        self._both = second.paths(
+            shared + others,
+            more,
+            prices,
+            start=joined,
+        )
+        self._joined = self._both.cost + missed + missed_second
+        self._apart += missed_first
+        by_last = (
+            (self._joined, second),
+            (self._apart, first),
+        )
+        for totals, lane in by_last:
+            buffers = lane.pools.sum(axis=0)
+            totals += prices.byte * buffers
+            totals[buffers > spare[:, None]] = np.inf
         value = np.minimum(
-            joined.min(axis=1),
-            apart.min(axis=1),
+            self._joined.min(axis=1),
+            self._apart.min(axis=1),
         )
         value += problem.eager_us
         self.value = np.minimum.accumulate(value)
@@ -134,7 +137,6 @@ class Pair:
         n: int,
         lanes: tuple[int, ...],
     ) -> tuple[Floats, Floats]:
-        """``Problem.left_to`` of the batches that try these lanes."""
         demands = [demand for demand in self._problem.demands if demand.lanes == lanes]
         part = replace(
             self._problem,
@@ -143,124 +145,65 @@ class Pair:
         )
         return part.left_to(n, ((), ()))
 
-    def _room_in(
-        self,
-        spare: Floats,
-        taken_by: Floats,
-    ) -> Ints:
-        """[K + 1, ends of the first lane]: the largest end of the second one below it that the
-        limits pay for, -1 for none.
+    def _join(self, passed: Floats) -> Floats:
+        """Totals by graphs and the first size of the second lane above the end of the first; and,
+        where that end is the larger one, by graphs and the end.
         """
         first, second = self._problem.lanes
-        held = np.searchsorted(
-            second.sizes,
-            first.sizes,
-            side="right",
-        )
-        rooms = []
-        for taken, number in zip(taken_by, held, strict=True):
-            paid = np.searchsorted(
-                taken[:number],
-                spare,
-                side="right",
-            )
-            rooms.append(paid - 1)
-        return np.stack(rooms, axis=1)
-
-    def _start(self, passed: Floats) -> None:
-        """Least totals up to a size of the second lane above the first one's end, and that end."""
-        first, second = self._problem.lanes
-        held = np.searchsorted(
+        last = np.searchsorted(
             first.sizes,
             second.sizes,
             side="right",
         )
-        self._starts = np.empty_like(self._beyond)
-        self._end = np.empty_like(self._after.parent)
-        for k, before in enumerate(self._before):
-            if not k or (before != self._before[k - 1]).any():
-                found = best_start(
-                    before,
-                    passed,
-                    second.times[:1],
-                    held - 1,
-                )
-            self._starts[k], self._end[k] = found
-        self._starts[:, 0] = np.inf
-
-    def _join(self) -> None:
-        """Totals by graphs and the end of the first lane that is the larger one, and by graphs and
-        the first size of the second lane above the end of the first.
-        """
         after = np.minimum.accumulate(self._beyond, axis=1)
-        every = self._before
-        self._apart = np.full_like(every, np.inf)
-        self._joined = np.full_like(after, np.inf)
-        self._share = np.zeros_like(self._end)
-        self._parent = np.full_like(self._end, -1)
-        for k, before in enumerate(every):
-            if k and np.array_equal(before, every[k - 1]):
+        self._apart = np.full_like(self._before, np.inf)
+        found = np.full_like(after, np.inf)
+        self._starts = np.full_like(after, np.inf)
+        self._end = np.zeros_like(self._after.parent)
+        for k, before in enumerate(self._before):
+            if k and np.array_equal(before, self._before[k - 1]):
                 continue
-            apart = self._apart[k:]
-            joined = self._joined[k:]
-            rest = np.arange(len(joined))
-            room = np.maximum(self._room[k:], 0)
-            beside = after[rest[:, None], room]
-            np.minimum(
-                apart,
-                before + beside,
-                out=apart,
+            starts, self._end[k] = best_start(
+                before,
+                passed,
+                second.times[:1],
+                last - 1,
             )
-            total = self._after.cost[rest] + self._starts[k]
-            is_less = total < joined
-            joined[is_less] = total[is_less]
-            self._share[k:][is_less] = k
-
-    def _go_on(
-        self,
-        weights: Floats,
-        prices: Prices,
-    ) -> None:
-        """Totals by graphs and the last size of the second lane."""
-        second = self._problem.lanes[1]
-        find = best_below(
-            weights,
-            second.times,
-            prices.of(second),
-        )
-        for level in range(1, len(self._joined)):
-            total, below = find(self._joined[level - 1])
-            is_less = total < self._joined[level]
-            self._joined[level, is_less] = total[is_less]
-            self._parent[level, is_less] = below[is_less]
+            starts[0] = np.inf
+            self._starts[k] = starts
+            rest = len(after) - k
+            joined = self._after.cost[:rest] + starts
+            found[k:] = np.minimum(
+                found[k:],
+                joined,
+            )
+            apart = before + after[:rest, self._held - 1]
+            self._apart[k:] = np.minimum(
+                self._apart[k:],
+                apart,
+            )
+        return found
 
     def chosen(self, graphs: int) -> Chosen:
-        """The plan of at most so many graphs, of the lanes in their order."""
-        most = graphs + 1
-        joined = self._joined[:most]
-        apart = self._apart[:most]
+        """The plan of at most so many graphs."""
+        joined = self._joined[: graphs + 1]
+        apart = self._apart[: graphs + 1]
         sizes: list[int] = []
         if joined.min() < apart.min():
-            level, size = _place_of_least(joined)
-            below = self._parent[level, size]
-            while below >= 0:
-                sizes.insert(0, size)
-                size = int(below)
-                level -= 1
-                below = self._parent[level, size]
-            share = self._share[level, size]
-            end = self._end[share, size]
+            place = _place_of_least(joined)
+            sizes, level, size = self._both.back(*place)
+            before = self._after.cost[level::-1, size]
+            starts = self._starts[: level + 1, size]
+            totals = before + starts
+            share = int(totals.argmin())
+            end = int(self._end[share, size])
         else:
             level, end = _place_of_least(apart)
-            room = self._room[level, end] + 1
-            rest = level - np.arange(level + 1)
-            beside = self._beyond[rest, :room]
-            least = beside.min(axis=1) + self._before[: level + 1, end]
-            share = least.argmin()
-            size = int(beside[share].argmin())
-        left = int(level - share)
-        last = self._after.sizes(left, size) + sizes
-        own = self._own.sizes(share, int(end))
+            beside = self._beyond[level::-1, : self._held[end]]
+            totals = beside + self._before[: level + 1, [end]]
+            share, size = _place_of_least(totals)
+        last = self._after.sizes(level - share, size) + sizes
+        own = self._own.sizes(share, end)
         if self._problem.lanes[0] is NOTHING:
             return (tuple(last),)
         return tuple(own), tuple(last)
@@ -273,7 +216,6 @@ def _place_of_least(table: Floats) -> tuple[int, int]:
 MOST_GRAPHS = 256  # graphs of a plan
 ROUNDING = 1e-9  # relative: sums of seconds are not exact
 PROVEN = 1e-9  # relative gap that counts as none
-TRIED = 8  # changes of lists, the most promising ones
 EXCHANGED = 2  # plans of rates, the best ones
 SWEEPS = 12  # rates to try
 Lists = tuple[tuple[int, int], ...]  # lanes, and how many sizes each gets
@@ -355,10 +297,8 @@ def _priced(
     problem: Problem,
     limits: Limits,
 ) -> tuple[Chosen, float]:
-    """The best plan within the limits that some rate of prices gives, and the best bound of these
-    rates.
-    """
-    plans = {_nothing(problem)}
+    """The best plan within the limits, and the best bound, of several rates."""
+    plans = {problem.nothing}
     bound = -np.inf
     low = 0.0
     high = np.inf
@@ -396,18 +336,12 @@ def _priced(
     return least, bound
 
 
-def _nothing(problem: Problem) -> Chosen:
-    return tuple(() for _ in problem.lanes)
-
-
 def exchanged(
     problem: Problem,
     chosen: Chosen,
     limits: Limits,
 ) -> Chosen:
-    """The plan after exchanges: more sizes, or others in the place of one, until none of them makes
-    it better.
-    """
+    """The plan with more sizes, or with others in the place of one, until nothing is better."""
     best = _filled(problem, chosen, limits)
     least = problem.total_of(best)
     while True:
@@ -483,7 +417,6 @@ class Search:
         value: [K + 1] total microseconds (times weight) of the best plan found, with the price of
             its costs.
         bound: [K + 1] no plan is below it.
-        pair: Plans of one lane or two.
     """
 
     def __init__(
@@ -499,8 +432,7 @@ class Search:
         self.prices = Prices(saved / limits.memory, saved / limits.seconds)
         self.pair = None
         self._paths: dict[tuple[int, bytes], Paths] = {}
-        nothing = _nothing(problem)
-        self._plans = [nothing]
+        self._plans = [problem.nothing]
         self.bound = np.full(limits.graphs + 1, problem.best_total)
         if len(problem.lanes) in (1, 2):
             driver, seconds = problem.least(limits.graphs)
@@ -522,7 +454,6 @@ class Search:
         graphs: int,
         goal: float,
     ) -> Best:
-        """As ``best_plan``, of at most so many graphs."""
         least = float(self.value[graphs])
         enough = max(least * (1 + PROVEN), goal)
         is_enough = self.value <= enough
@@ -530,13 +461,11 @@ class Search:
         chosen = self.chosen(min(graphs, fewest))
         total = self.problem.total_of(chosen)
         bound = float(self.bound[graphs])
-        least = min(least, total)
-        return Best(
-            chosen,
-            total,
+        least = min(
             least,
-            bound,
+            total,
         )
+        return Best(chosen, total, least, bound)
 
     def chosen(self, graphs: int) -> Chosen:
         """The plan of at most so many graphs. Each size but the largest is in favour of the largest
@@ -560,7 +489,7 @@ class Search:
         return tuple(found)
 
     def _in_turns(self) -> Floats:
-        """One graph more after the other, see Note [Lanes]; the totals."""
+        """Totals by graphs, see Note [Lanes]."""
         found = self._plans[0]
         total = self._total(found)
         totals = np.full(self.limits.graphs + 1, total)
@@ -594,7 +523,6 @@ class Search:
         chosen: Chosen,
         graphs: int,
     ) -> tuple[Chosen, float]:
-        """The plan of at most so many graphs that turns lead to from another one."""
         best = chosen
         total = self._total(chosen)
         before = None
@@ -605,9 +533,7 @@ class Search:
                 most = len(sizes) + 2
                 turn = self._turn(best, n, most)
                 turns.append(turn)
-            changes = _changes(best, turns, total, graphs)
-            tried = sorted(changes)[:TRIED]
-            for expected, lists in tried:
+            for expected, lists in sorted(_changes(best, turns, total, graphs)):
                 if not _is_less(expected, total):
                     break
                 other = best
@@ -630,7 +556,6 @@ class Search:
         n: int,
         graphs: int,
     ) -> _Turn:
-        """The best lists of a lane for what the others' lists leave to it."""
         problem = self.problem
         lane = problem.lanes[n]
         others = _with(chosen, n, ())
@@ -644,7 +569,11 @@ class Search:
         larger = np.maximum(lane.pools, most[:, None])
         totals = paths.cost[: graphs + 1] + beyond
         totals += self.prices.byte * larger.sum(axis=0)
-        return _Turn(paths, totals.min(axis=1), totals.argmin(axis=1))
+        return _Turn(
+            paths,
+            totals.min(axis=1),
+            totals.argmin(axis=1),
+        )
 
 
 class _Turn(NamedTuple):
@@ -661,23 +590,20 @@ def _changes(
     total: float,
     graphs: int,
 ) -> Iterator[tuple[float, Lists]]:
-    """Changes of one list or two, and the totals that they may lead to."""
+    """Changes of one list or two, and the totals to expect."""
     counts = [len(sizes) for sizes in chosen]
     room = graphs - sum(counts)
     lanes = range(len(turns))
     for n, turn in enumerate(turns):
         now = counts[n]
         fewest = max(now - 1, 0)
-        for count in range(fewest, now + 3):
-            if count - now <= room:
-                change = n, count
-                yield turn.least[count], (change,)
+        most = now + min(room, 2)
+        for count in range(fewest, most + 1):
+            yield turn.least[count], ((n, count),)
         for giver, given, taken in product(lanes, (1, 2), (1, 2)):
             left = counts[giver] - given
-            count = now + taken
             is_other = giver != n and left >= 0
             if is_other and taken - given <= room:
                 lost = turns[giver].least[left] - total
-                less = giver, left
-                more = n, count
-                yield lost + turn.least[count], (less, more)
+                lists = (giver, left), (n, now + taken)
+                yield lost + turn.least[now + taken], lists

@@ -3,10 +3,9 @@ allows.
 
 Note [Spread]
     Without traffic, batches of every size up to a lane's largest count as equally frequent. A lane
-    keeps its largest size, and of the others those with which batches are padded least. The next
-    graph goes to the lane where it saves most: a lane's least padding falls by less with each one,
-    so that graphs are spread best. Where there are fewer graphs than lanes, those lanes stay that
-    serve most kinds of batches. With several sizes each lane has as many boxes.
+    keeps its largest size, and those with which batches are padded least. The next graph goes to
+    the lane where it saves most: each saves less than the one before. Of more lanes than graphs
+    those stay that serve most kinds of batches. With several sizes each lane has as many boxes.
 """
 
 from collections import Counter
@@ -164,7 +163,6 @@ def _one_list(
     plan: Plan,
     most: int,
 ) -> tuple[Key, ...]:
-    """The same of keys whose sizes stay in all lanes that have them, or in none."""
     import numpy as np
 
     from cgplan.optimizer.paths import best_paths

@@ -402,25 +402,6 @@ def test_many_graphs_are_planned_for_where_they_may_be_had() -> None:
     assert "no more graphs than suffice without it" in rich.rule
 
 
-class Falling(Costs):
-    """Against the contract: pools shrink from 40 tokens on."""
-
-    def pool_bytes(self, mode: CUDAGraphMode, num_tokens: int) -> int:
-        return MIB * (num_tokens if num_tokens < 40 else 80 - num_tokens)
-
-
-def test_no_plan_is_proven_where_pools_shrink_against_the_contract() -> None:
-    falling = Falling(0, 0, 0, MIB, 0.5, 0, 1.0)
-    seen = traffic({StepShape(n, n, True): 10.0 for n in range(1, 40)})
-    for budget in ({"memory": "20MiB"}, {"memory": "20MiB", "max_graphs": 3}):
-        found = evidence_of(config_of(budget=budget), seen, falling)
-        assert not found.exact
-        assert any("smaller pools for larger sizes" in note for note in found.notes)
-    # memory bounds nothing here
-    assert evidence_of(config_of(budget={"max_graphs": 3}), seen, falling).exact
-    assert evidence_of(config_of(budget={"memory": "200MiB", "max_graphs": 3}), seen, COSTS).exact
-
-
 def test_graphs_that_bring_less_than_a_hundredth_of_a_percent_are_left_out() -> None:
     seen = traffic(
         {StepShape(64, 64, True): 1e6, StepShape(32, 32, True): 1.0, StepShape(1, 1, True): 1e6}
@@ -514,37 +495,6 @@ def test_without_a_budget_the_rule_leaves_keys_out() -> None:
     assert {reason for *_, reason in reasons} <= {rule, "no gain"}
     left = [size for sizes in reasons.values() for size in sizes]
     assert sorted([*left, *sizes_of(evidence)[0]]) == list(range(1, 65))
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    mode=st.sampled_from(["FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE", "PIECEWISE"]),
-    weights=st.lists(
-        st.tuples(st.integers(1, 40), st.booleans(), st.integers(0, 2)), min_size=1, max_size=12
-    ),
-    most=st.integers(1, 4),
-)
-def test_what_a_key_more_would_bring_is_what_it_brings(
-    mode: str, weights: list[tuple[int, bool, int]], most: int
-) -> None:
-    whole = build_plan(config_of(mode, [1, 4, 16, 40], lora={"max_loras": 2}))
-    seen = traffic(
-        *(
-            {StepShape(n, n if uniform else 1, uniform, loras): 1.0 + n}
-            for n, uniform, loras in weights
-        )
-    )
-    keys = whole.keys[::most]
-    before = Run(plans.lists_of(keys), seen, TIMES)
-    for key in set(whole.keys) - set(keys):
-        lane, size = Lane(key[0], key[1].uniform, key[1].num_active_loras), key[1].num_tokens
-        after = Run(plans.lists_of([*keys, key]), seen, TIMES)
-        weight, gain = before.gain_of(lane, size)
-        assert weight == pytest.approx(
-            seen.total
-            * sum(use.share for use in after.uses if (use.lane, use.size) == (lane, size))
-        )
-        assert gain == pytest.approx(before.expected_us - after.expected_us, abs=1e-9)
 
 
 def test_without_costs_there_are_no_bytes_and_seconds() -> None:
