@@ -34,7 +34,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise, product
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -478,13 +478,10 @@ class Search:
             plan = self._plans[min(graphs, last)]
         found = []
         for lane, picked in zip(self.problem.lanes, plan, strict=True):
-            figures = np.concatenate([lane.times, lane.key_costs])
             sizes = list(picked)
-            for n, (size, above) in enumerate(pairwise(picked)):
-                own = figures[:, [size]]
-                alike = figures[:, size:above] == own
-                same = np.flatnonzero(alike.all(axis=0))
-                sizes[n] += int(same[-1])
+            for n, above in enumerate(picked[1:]):
+                last = int(lane.alike[sizes[n]])
+                sizes[n] = min(last, above - 1)
             found.append(tuple(sizes))
         return tuple(found)
 
