@@ -422,7 +422,7 @@ class AddressChecks:
                 return
         elif key in self._checked and not again:
             return
-        if self.compare_again:
+        if self._detector and self.compare_again:
             replaced = self.first_use.intersection(self._sealed.changes())
             if replaced:
                 self.first_use -= replaced

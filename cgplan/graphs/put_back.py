@@ -125,7 +125,7 @@ class PutBack:
         found = dict[str, Change]()
         # one run tells no first use, nor does a capture: its flags and bytes stay together
         if computes or len(self._runs) != 1 or not self._bound:
-            self.storages.rewind()
+            self._rewind_storages()
         self.storages.begin_run()
         inside = self._now() if enters_made and self.last else None
         for path, known in self._bound.items():
@@ -398,8 +398,13 @@ class PutBack:
 
     def rewind(self) -> None:
         """Between keys: undo all but first use and large storages. The device is idle."""
-        self.storages.rewind()
+        self._rewind_storages()
         self._undo(self.made)
+
+    def _rewind_storages(self) -> None:
+        self.storages.rewind()
+        if self.last:  # a bytearray may share their memory
+            self.last = self.before.changes()
 
     def restore(self) -> None:
         """Undo changes for good. The device is idle."""

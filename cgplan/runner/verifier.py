@@ -50,10 +50,10 @@ class Verifier:
             self._policy = "always"
         elif graphs.is_alone:
             self._policy = compilation.verify
-        if self._policy != "off":
-            graphs.addresses.compare_again = self._compare_again
-        self._copied = _copied_inputs(graphs)
         self._due: dict[tuple[Key, tuple[bool, ...]], Due] = {}
+        if self._policy != "off":
+            graphs.addresses.compare_again = partial(_compare_again, self._due.values())
+        self._copied = _copied_inputs(graphs)
         self._handed: list[Tensor] = []
         self._has_told = False
 
@@ -71,10 +71,6 @@ class Verifier:
         for of in list(self._due):
             if of[0] in keys:
                 del self._due[of]
-
-    def _compare_again(self) -> None:
-        for due in self._due.values():
-            due.left = 1
 
     def _expiring(self, output: Callable[[], Any]) -> Any:
         """A copy of an output; the next call fills it with NaN."""
@@ -156,6 +152,11 @@ class Verifier:
                 return _unverified(call, why, leaves=leaves), None
             record = comparison.finish(eager, leaves=leaves)
             return record, (comparison.alone or eager).output
+
+
+def _compare_again(dues: Iterable[Due]) -> None:
+    for due in dues:
+        due.left = 1
 
 
 def _unverified(
