@@ -318,7 +318,8 @@ class Capturer:
                 if log:
                     read = log.outside.read_of(earlier, found.aside)
                     found.reads |= read  # for the judgement at the block's end
-                    graphs.addresses.first_use |= read.keys()
+                    if graphs.judges_first_use:
+                        graphs.addresses.first_use |= read.keys()
             if log:
                 changes = *earlier.values(), *put_back.last.values()
                 facts.outside += log.outside.tensors([change.now for change in changes])

@@ -191,8 +191,9 @@ class ModelGraphs:
         self.wrapper: CUDAGraphWrapper
         backend = self.backend
         state = self.state
-        policy = self.config.compilation.address_policy
-        self.pools = RunnerPools(self.config.compilation.pool, backend, self.pool)
+        compilation = self.config.compilation
+        policy = compilation.address_policy
+        self.pools = RunnerPools(compilation.pool, backend, self.pool)
         self.scope = CaptureScope(None, backend, address_check=policy)
         self._first_use: dict[Key | None, list[Tensor]] = {}  # which graphs read
         self.allocate_buffers(self.plan.keys)
@@ -217,6 +218,10 @@ class ModelGraphs:
         self.looked_at = ""
         self.state_records: tuple[StateRecord, ...] = ()
         self.is_alone = self.ranks is SINGLE_RANK
+        self.verify = compilation.verify if self.is_alone else "off"
+        if compilation.debug:
+            self.verify = "always"
+        self.judges_first_use = self.verify != "off" and policy == "always"
         self._rehearsal: Rehearsal | None = None
         self._fingerprint: Fingerprint | None = None  # after the last rehearsal
         self._retired: list[tuple[list[Callable[[], bool]], Callable[[], None]]] = []

@@ -358,9 +358,9 @@ class AddressChecks:
     """Refuses replays once tensors that graphs read have moved.
 
     Attributes:
-        first_use: Paths of tensors made on first use that graphs read and hold. Where the model
-            replaces one, ``compare_again``, if there are comparisons, tells whether graphs still
-            are right, once for each path.
+        first_use: Paths of tensors made on first use that graphs read and hold. Where another one
+            takes its place, ``compare_again`` has comparisons tell whether graphs still are right,
+            once for each path.
         holds: Each call's quick look: if False, ``check`` decides.
         is_outdated: Graphs were captured since ``seal``.
     """
@@ -377,7 +377,7 @@ class AddressChecks:
         self.reads = set[str]()
         self.volatile = set[str]()
         self.first_use = set[str]()
-        self.compare_again: Callable[[], None] | None = None
+        self.compare_again: Callable[[], None]
         self.is_outdated = True
         self.holds: Callable[[], bool] = never
         self._sealed: Fingerprint | None = None
@@ -422,13 +422,14 @@ class AddressChecks:
                 return
         elif key in self._checked and not again:
             return
-        if self._detector and self.compare_again:
+        replaced = set[str]()
+        if self.first_use:
             replaced = self.first_use.intersection(self._sealed.changes())
-            if replaced:
-                self.first_use -= replaced
-                self.volatile |= replaced
-                self._sealed.volatile |= replaced
-                self.compare_again()
+        if replaced:
+            self.first_use -= replaced
+            self.volatile |= replaced
+            self._sealed.volatile |= replaced
+            self.compare_again()
         mode, descriptor = key
         self._sealed.refuse_moved(f"{mode} {descriptor}", self._roots, may_grow=True)
         self._checked.add(key)

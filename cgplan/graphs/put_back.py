@@ -123,9 +123,9 @@ class PutBack:
         ``enters_made`` also those inside what earlier runs made. ``replays``: it runs no Python.
         """
         found = dict[str, Change]()
-        # one run tells no first use, nor does a capture: its flags and bytes stay together
-        if computes or len(self._runs) != 1 or not self._bound:
-            self._rewind_storages()
+        # one run tells no first use: until the next one its flags and bytes stay together
+        if len(self._runs) != 1 or not self._bound:
+            self.storages.rewind()
         self.storages.begin_run()
         inside = self._now() if enters_made and self.last else None
         for path, known in self._bound.items():
@@ -398,13 +398,8 @@ class PutBack:
 
     def rewind(self) -> None:
         """Between keys: undo all but first use and large storages. The device is idle."""
-        self._rewind_storages()
-        self._undo(self.made)
-
-    def _rewind_storages(self) -> None:
         self.storages.rewind()
-        if self.last:  # a bytearray may share their memory
-            self.last = self.before.changes()
+        self._undo(self.made)
 
     def restore(self) -> None:
         """Undo changes for good. The device is idle."""

@@ -42,17 +42,11 @@ _FEW = 0.25  # of the elements, where a router sends rows elsewhere
 
 class Verifier:
     def __init__(self, graphs: ModelGraphs) -> None:
-        compilation = graphs.config.compilation
         self._graphs = graphs
-        self._is_debug = compilation.debug
-        self._policy = "off"
-        if compilation.debug:
-            self._policy = "always"
-        elif graphs.is_alone:
-            self._policy = compilation.verify
+        self._is_debug = graphs.config.compilation.debug
+        self._policy = graphs.verify
         self._due: dict[tuple[Key, tuple[bool, ...]], Due] = {}
-        if self._policy != "off":
-            graphs.addresses.compare_again = partial(_compare_again, self._due.values())
+        graphs.addresses.compare_again = partial(_compare_again, self._due.values())
         self._copied = _copied_inputs(graphs)
         self._handed: list[Tensor] = []
         self._has_told = False

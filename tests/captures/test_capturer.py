@@ -20,7 +20,7 @@ from cgplan import Input
 from cgplan.backends import GraphBackend, select_backend
 from cgplan.backends.tape import TapeBackend
 from cgplan.config import validate_config
-from cgplan.errors import AddressError, BackendError, CaptureError, NumbersError
+from cgplan.errors import BackendError, CaptureError, NumbersError
 from cgplan.graphs.wrapper import GraphPool
 from cgplan.planning import build_plan
 from cgplan.runner.runner import GraphRunner
@@ -332,36 +332,6 @@ def test_what_a_failed_capture_leaves_is_refused(backend: GraphBackend) -> None:
     serves_right(backend, runner, again, 3)
 
 
-class Positioned(nn.Module):
-    """Writes rows into a cache that one batch of 8 rows fills; makes a table on first use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("at", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("cache", torch.zeros(8, 4))
-        self.table: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.table is None:
-            self.table = torch.arange(8, device=x.device)
-        self.cache.index_copy_(0, self.at + self.table[: len(x)], x)
-        self.at.add_(len(x))
-        return x * self.table[1:5]
-
-
-@pytest.mark.parametrize("sizes", [[8], [8, 2]])
-def test_positions_go_back_ahead_of_each_run(backend: GraphBackend, sizes: list[int]) -> None:
-    model = Positioned().to(backend.device).eval()
-    runner = open_runner(backend, model, cudagraph_capture_sizes=sizes)
-    x = torch.randn(sizes[-1], 4, device=backend.device)
-    with closing(runner), torch.no_grad():
-        assert model.at == 0
-        assert model.cache.count_nonzero() == 0
-        assert torch.equal(runner(x=x), x * torch.arange(1, 5, device=backend.device))
-        assert model.at == len(x)
-        assert torch.equal(model.cache[: len(x)], x)
-
-
 class Scaled(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -373,13 +343,12 @@ class Scaled(nn.Module):
         return x * self.table
 
 
-@pytest.mark.parametrize(("verify", "error"), [("first", NumbersError), ("off", AddressError)])
 @pytest.mark.parametrize("rebinds", [False, True])
 def test_a_table_of_first_use_is_not_replaced_in_silence(
-    backend: GraphBackend, verify: str, error: type[Exception], rebinds: bool
+    backend: GraphBackend, rebinds: bool
 ) -> None:
     model = Scaled().eval()
-    runner = open_runner(backend, model, verify=verify)
+    runner = open_runner(backend, model)
     x = torch.randn(1, 4, device=backend.device)
     with closing(runner), torch.no_grad():
         runner(x=x)
@@ -388,8 +357,63 @@ def test_a_table_of_first_use_is_not_replaced_in_silence(
             model.table = model.table + 1
         else:
             model.table.data = model.table + 1
-        with pytest.raises(error):
+        with pytest.raises(NumbersError):
             runner(x=x)
+
+
+class Grows(nn.Module):
+    """Makes a longer table for a longer batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.zeros(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > len(self.table):
+            self.table = torch.arange(float(len(x)), device=x.device)
+        return x + self.table[: len(x), None]
+
+
+@pytest.mark.parametrize("verify", ["first", "off"])
+@pytest.mark.parametrize("address_check", ["always", "first"])
+def test_a_table_of_first_use_may_grow(
+    backend: GraphBackend, verify: str, address_check: str
+) -> None:
+    model = Grows().eval()
+    settings = {"verify": verify, "address_check": address_check}
+    runner = open_runner(backend, model, cudagraph_capture_sizes=[8, 4], **settings)
+    with closing(runner), torch.no_grad():
+        for rows in (8, 4, 12, 4, 8):
+            x = torch.randn(rows, 4, device=backend.device)
+            torch.testing.assert_close(runner(x=x), Grows()(x))
+
+
+class DerivesFromItsTable(nn.Module):
+    """Fills a table on its first call, and keeps what a later one derives from it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.zeros(4, 4))
+        self.is_filled = False
+        self.derived: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_filled:
+            self.weight.copy_(torch.eye(4, device=x.device) * 3)
+            self.is_filled = True
+        elif self.derived is None:
+            self.derived = self.weight.t().contiguous()
+        weight = self.weight if self.derived is None else self.derived
+        return x @ weight
+
+
+@pytest.mark.parametrize("warm_ups", ["auto", 1, 2])
+def test_the_second_run_finds_what_the_first_one_filled(
+    backend: GraphBackend, warm_ups: Any
+) -> None:
+    model = DerivesFromItsTable().to(backend.device).eval()
+    runner = open_runner(backend, model, cudagraph_num_of_warmups=warm_ups)
+    serves_right(backend, runner, model, 3)
 
 
 class FillsOnce(nn.Module):
