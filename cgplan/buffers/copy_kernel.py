@@ -339,7 +339,9 @@ class KernelBatchCopy(BatchCopy):
         self._offsets = []  # among staged bytes
         self._staged_bytes = 0
         jobs = []
-        for target, rows, least in zip(self._targets, self._rows, self._least_rows, strict=True):
+        for target, rows, least in zip(
+            self._targets, self._rows, self._always_padded_to, strict=True
+        ):
             size = target.nbytes(rows)
             self._sizes.append(size)
             self._offsets.append(self._staged_bytes)

@@ -383,13 +383,12 @@ class BatchCopy:
         self.look_at_writes()
 
     def look_at_writes(self) -> None:
-        """Find the rows up to which padding is always due."""
-        self._least_rows = list(self._padded_rows)
+        self._always_padded_to = list(self._padded_rows)
         for index, buffer in enumerate(self._buffers):
             keeps_padding = buffer.spec.pad != "last" and not buffer.written
             if keeps_padding or self._padded_rows[index] <= self._rows[index]:
-                self._least_rows[index] = 0
-        self._always_pads = any(self._least_rows)
+                self._always_padded_to[index] = 0
+        self._always_pads = any(self._always_padded_to)
 
     @torch.no_grad()
     def run(

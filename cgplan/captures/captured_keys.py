@@ -4,11 +4,12 @@ Note [Giving a key up]
     A pool keeps its segments while a graph lives, so graphs are captured again in a new pool. What
     is captured next:
 
-    start-up, guard refuses it  none: a smaller key takes as much of the driver's memory
+    start-up, refused ahead     none: a smaller key takes as much of the driver's memory
     start-up, none captured     the next key, which is smaller
-    start-up, others captured   those again, on all ranks; keys that wait get no graph
+    start-up, others captured   those again: on other ranks the pool may have grown, and their
+                                collectives count from the first one; keys that wait get no graph
     service, an own pool grew   those again, then keys that wait
-    service, else               the next key; no new pool
+    service, else               the next key, for a reason of its own; no new pool
 """
 
 import time
@@ -216,7 +217,7 @@ class CapturedKeys:
             key = waiting.pop(0)
             if key not in had_graph and not self.guard.allows(key):
                 if not in_service:
-                    break  # the budget is spent
+                    break
                 self._remember_refusal(key)  # in service there is one rank
                 continue
             if self.progress is not None:

@@ -190,7 +190,7 @@ class Capturer:
             if is_held:
                 left = left or "memory of its pool"
             if left or attempt.has_compiled:
-                if mode is not CUDAGraphMode.PIECEWISE:  # whose captures compute
+                if left and mode is not CUDAGraphMode.PIECEWISE:  # whose captures compute
                     # the replay computes what the model keeps
                     with random_state_kept(backend.device, graphs.generators):
                         graphs.run_wrapped(key, graphs.views(descriptor))
@@ -269,7 +269,7 @@ class Capturer:
         compiled = _Clock.now().compile_seconds
         self._run(rehearsal, key, runs)
         if key in rehearsal.put_back.storages.unsure:
-            self._run(rehearsal, key, 1)
+            self._run(rehearsal, key, 1)  # tells first use from what each run writes
         is_quiet = _Clock.now().compile_seconds == compiled
         self._quiet_keys = self._quiet_keys + 1 if is_quiet else 0
         lane = Lane.of(*key)
@@ -296,7 +296,8 @@ class Capturer:
         facts = graphs.facts
         put_back = rehearsal.put_back
         found = rehearsal.footprints[key[0]]
-        # compiled kernels show no operators; after a look that failed this run fails, too
+        # compiled kernels show no operators; after a look that failed this run fails, too, and the
+        # mode's own line would be blamed
         can_watch = not put_back.before.is_compiled and found.error is None
         for _ in range(times):
             log: RunLog | None = None

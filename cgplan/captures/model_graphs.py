@@ -474,7 +474,7 @@ class ModelGraphs:
         """The state that comparisons compare, and that which they only put back."""
         facts = self.facts
         limit = copy_limit(self.config.compilation, self.backend)
-        most_compared = 0 if self.real_rows is None else limit
+        most_compared = 0 if self.real_rows is None else limit  # padding shows in it
         left = limit // 2  # a comparison copies it twice
         all_written = put_back.storages.by_address.values()
         for written in sorted(all_written, key=lambda each: each.storage.nbytes()):

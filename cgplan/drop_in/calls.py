@@ -143,7 +143,7 @@ class Calls:
                 return self._run_model(kind.eager_reason, args, kwargs)
             if kind.runner is None or not self.learner.holds():
                 whole = [*form, tail_of(tensors, self.device)]
-                call = self._own_call(args, kwargs, whole, tensors)
+                call = self._own_call(args, kwargs, whole, tensors)  # ahead of what frees them
                 if kind.runner is None or self.learner.free_if_changed():
                     return self._learn_or_capture(call)
             if self._is_shared(kind, tensors):
@@ -524,10 +524,11 @@ class Calls:
             return True
         # the least used goes once this key was asked for twice, and more often than it ran since
         asked, before = kind.waiting.pop(missing, (0, uses))
+        asked += 1
         since = {graph: uses.get(graph, 0) - before.get(graph, 0) for graph in owners}
         least = min(since, key=since.__getitem__)
-        if asked + 1 <= since[least] or not asked:
-            kind.waiting[missing] = asked + 1, before
+        if asked < 2 or asked <= since[least]:
+            kind.waiting[missing] = asked, before
             return False
         self.learner.tell_once(
             f"calls ask for more than {most} graphs; the least used go: {_MORE}", "max_graphs"

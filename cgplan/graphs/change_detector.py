@@ -432,8 +432,9 @@ class AddressChecks:
             self.compare_again()
         mode, descriptor = key
         self._sealed.refuse_moved(f"{mode} {descriptor}", self._roots, may_grow=True)
-        self._checked.add(key)
-        if self._detector:  # graphs do not read it
+        if not again:  # a call follows
+            self._checked.add(key)
+        if self._detector:  # no graph reads what has changed
             self.is_outdated = True
             self.seal()
 

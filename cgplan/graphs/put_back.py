@@ -16,7 +16,9 @@ Note [What is put back]
     on first use and by each  refused                 back
       run, which write it
       other numbers of times
-    by a failed run           back at its end
+    by several runs of a key, as first use; if it is a tensor, refused
+      then by no more
+    by a failed run           Python back at its end, tensors as above
 
     If a change of Python goes back that may be a tensor's flag, so does the tensor. Where
     `Calls.warm_up` finds an eager kind, first use stays, but flags and containers go back.
@@ -123,7 +125,8 @@ class PutBack:
         ``enters_made`` also those inside what earlier runs made. ``replays``: it runs no Python.
         """
         found = dict[str, Change]()
-        # one run tells no first use: until the next one its flags and bytes stay together
+        # no run, and no tape that records one, may pass the end of a cache; but one run tells no
+        # first use: until the next one its flags and bytes stay together
         if len(self._runs) != 1 or not self._bound:
             self.storages.rewind()
         self.storages.begin_run()

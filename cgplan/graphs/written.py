@@ -169,8 +169,8 @@ class Written:
             original = bytes_of(self.copy).to(now.device)
             fills_again = bool(self.uses.runs)
             if now.shape == before.shape == original.shape:
-                is_kept = (before == original) | (now == before)
-                fills_again = not is_kept.all()
+                is_first_change = (before == original) | (now == before)
+                fills_again = not is_first_change.all()
             self.is_filled_again |= fills_again
             if not self.uses.runs and not run.captures:
                 self.after_first = self.now
@@ -201,8 +201,7 @@ class WrittenStorages:
         watched: Ids of storages that operators of this run wrote, and, of those, overwrote unread,
             if operators were watched.
         newly_written: Paths of tensors that the last run wrote, and another one did not.
-        unsure: Keys whose first run wrote what others did not, and no version shows it: nor would
-            a capture.
+        unsure: Keys whose first run wrote what others did not, and no version shows it.
         lost: Paths of tensors that were copied only after a run had written them.
     """
 
@@ -343,7 +342,7 @@ class WrittenStorages:
                 tensor.untyped_storage(),
                 copy,
                 version,
-                "new" if copy is None else "device",  # large ones are made by runs
+                "new" if copy is None else "device",  # without room: runs make it
             )
 
     def count_run(

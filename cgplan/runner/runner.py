@@ -305,8 +305,7 @@ class GraphRunner:
         self._replayed = self.stats.replays  # of the last time awake that had any
         self._serve(captured)
 
-    # Each of these ends more than the one above: calls that were looked up; staged ones, too, as
-    # evicted graphs wait for their outputs; routes; graphs.
+    # Each of these ends more than the one above.
 
     def _look_up_anew(self) -> None:
         self._calls: dict[Seen, PreparedCall] = {}

@@ -4,7 +4,7 @@ Note [Verification]
     docs/concepts.md, Verified, says which runs are compared. Where calls teach (``RealRows``),
     random numbers may differ if the padded batch agrees; so may few elements in half precision, if
     they do where each row comes twice. Memory that each run overwrites at given places, such as a
-    KV cache, is copied only where calls teach, if it fits.
+    KV cache, is compared only where calls teach: padding shows in it.
 """
 
 from __future__ import annotations

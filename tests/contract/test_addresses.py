@@ -358,3 +358,25 @@ def test_an_exchange_of_graphs_hides_no_move(backend: GraphBackend) -> None:
     for use in (runner, runner.verify):
         with pytest.raises(AddressError, match="'weights' moved"):
             use(x)
+
+
+@pytest.mark.parametrize("ahead", ["exchange", "verify"])
+def test_a_check_without_a_replay_is_no_first_one(backend: GraphBackend, ahead: str) -> None:
+    model = nn.Linear(2, 2, device=backend.device).eval()
+    inputs = {"input": cgplan.Input(shape=("num_tokens", 2), dtype="float32", pad=0)}
+    lazy = {
+        "cudagraph_capture_sizes": [1, 4],
+        "capture_policy": "lazy",
+        "address_check": "first",
+        "verify": "off",
+    }
+    runner = cgplan.capture(model, inputs, compilation=lazy, device=backend.device)
+    x = torch.randn(4, 2, device=backend.device)
+    runner(x[:1])
+    runner.exchange(runner.reachable.keys)
+    if ahead == "verify":
+        runner.verify(x)
+    model.weight.data = model.weight.data.clone()
+    with pytest.raises(AddressError, match="1 changed"):
+        runner(x)
+    runner.close()
