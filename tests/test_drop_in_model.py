@@ -1491,6 +1491,10 @@ def test_a_static_cache_that_is_asked_for_is_that_of_graphs(
         assert torch.equal(lm.generate(prompt, **options), wanted)
     assert replays(g) > 0
     assert set(g.eager_calls) == {"the first calls of a kind"}
+    with pytest.raises(InputError, match="the prompt has 30 tokens"):
+        lm.generate(prompt[:, :1].expand(2, 30), **options)
+    assert torch.equal(lm.generate(prompt, **options), wanted)
+    assert "captured again" not in g.explain()  # transformers keeps no length for its own cache
     if place == "model":  # a config without a choice takes the model's
         own = GenerationConfig(max_new_tokens=6, do_sample=False)
         assert torch.equal(lm.generate(prompt, own), wanted)

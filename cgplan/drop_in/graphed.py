@@ -647,12 +647,12 @@ class _Generate:
                 return run()
         if option("guidance_scale", 1) != 1:
             self._tell("with guidance_scale the unconditional half runs eagerly")
+        if option("cache_implementation"):
+            given["cache_implementation"] = None
         refuse = self._refuses_length(prompt.shape[1], option)
         if refuse:
             given["custom_generate"] = refuse  # after transformers has looked at the arguments
             return run()
-        if option("cache_implementation"):
-            given["cache_implementation"] = None
         if generation_config is None:
             given.setdefault("disable_compile", True)
         else:
