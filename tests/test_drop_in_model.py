@@ -1218,11 +1218,15 @@ def test_transformers_generate_by_graphs(backend: GraphBackend) -> None:
     t5 = T5ForConditionalGeneration(
         T5Config(vocab_size=20, d_model=16, d_kv=8, d_ff=16, num_layers=1)
     )
-    for other in (Net(), t5, "Qwen/Qwen3-0.6B", cgplan.graphed(lm)):
+    for other in (Net(), t5, "Qwen/Qwen3-0.6B", cgplan.graphed(lm), lm.generate):
         wrong = "is not a decoder-only model of transformers"
         with pytest.raises(ConfigError, match=wrong) as refused:
             cgplan.graphed_generate(other, max_cache_len=8)
-        assert "Pass the model itself, with its LM head" in refused.value.remedy
+        assert (
+            "Pass the model itself, with its LM head: `lm`, not `lm.generate`"
+            in refused.value.remedy
+        )
+        assert "For others wrap one step by `graphed`." in refused.value.remedy
         assert "`AutoModelForCausalLM.from_pretrained(...)`" in refused.value.remedy
     for length in (None, 0, "64"):
         with pytest.raises(ConfigError, match=f"max_cache_len is {length!r}, no whole number"):
@@ -1577,6 +1581,7 @@ def test_generate_of_many_numbers_of_rows(backend: GraphBackend, most: int) -> N
     told = g.explain()
     assert "in another state at each call" not in told
     assert ("keeps 8 caches with graphs, by number of rows" in told) == (most == 10)
+    assert ("fill batches up to a few numbers of rows" in told) == (most == 10)
     kept = min(most, 8)
     graphs = sum(len(runner.plan.keys) for runner in g.runners)
     assert graphs == (2 * kept if most == 5 else kept)  # of prompts that came twice, of steps

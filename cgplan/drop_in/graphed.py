@@ -545,9 +545,9 @@ def graphed_generate(
     if not is_decoder or model.config.is_encoder_decoder:
         raise ConfigError(
             f"{type(model).__name__} is not a decoder-only model of transformers with a KV cache",
-            remedy="Pass the model itself, with its LM head: "
-            "`AutoModelForCausalLM.from_pretrained(...)`, `peft_model.get_base_model()`, or the "
-            "model that you gave to `torch.compile` or `graphed`. For others call `graphed`.",
+            remedy="Pass the model itself, with its LM head: `lm`, not `lm.generate`; "
+            "`AutoModelForCausalLM.from_pretrained(...)`, `peft_model.get_base_model()`, or what "
+            "you gave to `torch.compile` or `graphed`. For others wrap one step by `graphed`.",
         )
     forward = model.forward
     if isinstance(forward, Graphed):  # of an earlier call
@@ -754,9 +754,8 @@ class _Generate:
                 oldest = self.caches.pop(next(iter(self.caches)))
                 vars(self.model.forward)["_calls"].forget_object(oldest)
                 self._tell(
-                    f"generate keeps {_MOST_CACHES} caches with graphs, by number of rows, inside "
-                    "and outside of inference_mode, and got more: pad prompts to a few numbers of "
-                    "rows, in one mode"
+                    f"generate keeps {_MOST_CACHES} caches with graphs, by number of rows and "
+                    "inference_mode, and got more: fill batches up to a few numbers of rows"
                 )
             cache = self._new_cache()
         self.caches[key] = cache  # the last one used

@@ -359,7 +359,8 @@ class Learner:
             self.tell_once(
                 f"more than {_MANY_SHAPES} shapes came, now {', '.join(new)}: each has "
                 "graphs of its own, from its third call on; pad them to a few, and replace an "
-                "argument that grows with each call",
+                "argument that grows with each call (docs/graphed.md, Options and models without "
+                "graphs)",
                 "shapes",
             )
         named = call.by_name(self.signature)

@@ -485,9 +485,9 @@ def refuse_auto(compilation: CompilationConfig) -> None:
         raise ConfigError(
             "cudagraph_mode is AUTO, and the graphs have to be known here before the model is "
             "measured",
-            remedy="Name a mode. Let `cgplan capture` decide on one process, without --plan, "
-            "and write the settings that its report notes into the configuration. In Python, "
-            "cgplan.choose_mode(config, model, backend) gives the configuration and the plan.",
+            remedy="Name a mode, or leave it out. Or let `cgplan capture` decide on one process, "
+            "without --plan, and write the settings that its report notes into the configuration. "
+            "In Python, cgplan.choose_mode(config, model, backend) gives that and the plan.",
         )
 
 
