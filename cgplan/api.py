@@ -41,6 +41,7 @@ def capture(
     budget: Section | None = None,
     device: str | torch.device | None = None,
     output_rows: str | None = None,
+    output_shapes: Sequence[Sequence[int | str]] | None = None,
     state: Sequence[object] | None = None,
     progress: Progress | None = None,
     before_key: BeforeKey | None = None,
@@ -61,10 +62,11 @@ def capture(
             ``num_tokens``.
         config: A configuration, its mapping, or its file; then no sections.
         metadata: ``Input`` by name for tensors in the forward context.
-        dims: ``Dim`` by name; several need ``config``, for ``model.output_shapes``.
+        dims: ``Dim`` by name; several need ``output_shapes``.
         compilation, scheduler, lora, speculative, report, budget: Sections, as mappings or models.
         device: ``auto``, ``cuda``, ``cuda:N`` or ``cpu``; absent: the configuration's.
         output_rows: What dimension 0 of each output counts: ``num_tokens`` or ``num_reqs``.
+        output_shapes: Of each output, as in ``[["num_tokens", "side", "side"]]``.
         state: What a method reads, as in ``[engine.model]``, instead of the model.
         progress: Called before each key.
         before_key: Sets an engine's context before each key, see CaptureSession.
@@ -82,6 +84,7 @@ def capture(
     )
     if model is not None:
         refuse_no_model(model)
+    shapes = {"output_rows": output_rows, "output_shapes": output_shapes}
     sections = {
         "inputs": None if inputs is None else _declared(inputs),
         "metadata": metadata,
@@ -92,7 +95,7 @@ def capture(
         "speculative": speculative,
         "report": report,
         "budget": budget,
-        "model": None if output_rows is None else {"output_rows": output_rows},
+        "model": {name: value for name, value in shapes.items() if value is not None} or None,
     }
     given = {name: value for name, value in sections.items() if value is not None}
     folder = Path(config).parent if isinstance(config, str | Path) else None
@@ -138,7 +141,7 @@ def _configuration(config: Any, sections: dict[str, Any]) -> Config:
             )
         return validate_config({"model": {}, **sections})
     if sections:
-        names = ["output_rows" if name == "model" else name for name in sections]
+        names = [*sections.pop("model", {}), *sections]
         raise ConfigError(
             f"config and {', '.join(names)} were both given",
             remedy="Put the sections into the configuration.",

@@ -42,6 +42,21 @@ def test_a_file_names_sizes_inputs_and_the_model(path: Path) -> None:
     assert torch.equal(runner(x=X), X + 1), "a model that is given comes before the target"
 
 
+def test_several_dimensions_take_shapes_of_the_outputs() -> None:
+    runner = cgplan.capture(
+        lambda x: x * 2,
+        {"x": (("num_tokens", "side", "side"), torch.float32, 0)},
+        compilation={"cudagraph_capture_sizes": [2]},
+        scheduler={"max_num_seqs": 2, "max_num_batched_tokens": 2},
+        dims={"side": {"max": 3, "sizes": [2, 3]}},
+        output_shapes=[["num_tokens", "side", "side"]],
+        device="cpu",
+    )
+    assert torch.equal(runner(x=X[None]), 2 * X[None])
+    with pytest.raises(ConfigError, match="config and output_shapes, inputs were both given"):
+        cgplan.capture(config=runner.config, inputs={"x": X}, output_shapes=[["num_tokens"]])
+
+
 def test_nested_inputs_point_to_graphed() -> None:
     x = torch.zeros(4, 3)
     for nested in ({"position": x}, [x], (Input.like(x, pad=0),)):

@@ -61,9 +61,10 @@ _HINTS = {  # by what is said; the first counts
     ),
     "equal to 1|valid number": "Write a number such as 0.9",
     "of 'eagle'": "Give mtp for any _mtp, none for others, such as medusa",
-    r"(command '|extra.*\()\S+\.(csv|jsonl?|log)\b": (
-        "Of a saved plan: `cgplan inspect FILE`, or `cgplan plan check FILE`; of traffic: "
-        "--traffic FILE; of a start: --log FILE; of a configuration: --config FILE"
+    r"(command '|extra.*\()\S+\.(csv|jsonl?|log|txt)\b": (
+        "Of a saved plan: `cgplan inspect FILE`, or `cgplan plan check FILE`; of traffic: `cgplan "
+        "plan CONFIGURATION.yaml --traffic FILE`; of a start: --log FILE; of a configuration: "
+        "--config FILE"
     ),
     "option: --((tp|dp|attn|moe)-|cuda-graph|max-running|chunked-prefill-size)": (
         "Of SGLang: --sglang '--tp-size 8'; its bounds are those of the configuration"

@@ -94,7 +94,8 @@ class LoadedConfig:
         if model is None or model.target is None:
             raise ConfigError(
                 f"{purpose}: there is no `model` with a target",
-                remedy="Add model.target, such as my_model.py:build.",
+                remedy="Add model.target, such as my_model.py:build, or give `--set "
+                "model.target=my_model.py:build`.",
             )
         return model.target, model.kwargs
 
@@ -145,6 +146,8 @@ def loaded_config(
         override = Override(given) if isinstance(given, str) else given
         key = _override(data, override)
         found = {path: at for path, at in found.items() if path[: len(key)] != key}
+        for depth in range(1, len(key)):
+            found.setdefault(key[:depth], override.option)
         found[key] = override.option
     try:
         config = Config.model_validate(data)

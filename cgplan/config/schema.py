@@ -837,9 +837,8 @@ class Config(Section):
             self._symbols_of(f"output {index}", map(Extent.parse, shape))
         if others and self.tensors and shapes is None:
             raise ValueError(
-                f"{' and '.join(self.dim_names)} vary: write model.output_shapes; in Python: "
-                "cgplan.capture(model, config={'model': "
-                f"{{'output_shapes': [['{first}', 10]]}}, 'dims': ..., 'inputs': ...}})"
+                f"{' and '.join(self.dim_names)} vary: write model.output_shapes; in Python "
+                f"cgplan.capture(..., output_shapes=[['{first}', 10]])"
             )
         self._check_boxes()
         if self.traffic and self.traffic.lora_share > 0 and self.lora is None:

@@ -154,10 +154,11 @@ def find_file(name: str, base_dir: Path | None) -> Path:
         if file.is_file():
             return file.resolve()
     looked = " and ".join(map(str, files))
+    beside = [other.name for file in files for other in file.parent.glob(f"*{file.suffix}")]
+    where = "Paths start from the configuration file's folder. " if base_dir else ""
     raise ModelError(
         f"no file {name}: looked for {looked}",
-        remedy="Paths start from the configuration file's folder. For a folder, give its "
-        "config.json.",
+        remedy=f"{did_you_mean(Path(name).name, beside)}{where}For a folder, give its config.json.",
     )
 
 

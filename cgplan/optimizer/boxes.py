@@ -64,7 +64,8 @@ from cgplan.units import counted, format_bytes
 
 EFFORT = 280_000_000  # costs to look at, about
 OVERHEAD = 3 << 13  # of a step, in costs
-FIRST, STEPS = 200, 40  # at the first node, at others
+FIRST = 200  # at the first node
+STEPS = 40  # at others
 PATIENCE = 8  # steps without progress
 LENGTH = 1.5  # of the first step, as a share of the way to the value
 MOMENTUM = 0.8  # share of the step before
@@ -425,9 +426,9 @@ ROUNDS = 3  # of exchanges in each dimension of a grid
 EVEN = (np.arange(1, 5), np.arange(1, 9))  # steps of a grid of 4 x 8 evenly spaced sizes
 MAP_SIZES = 12  # rows and columns of the map of padding
 NO_TIMES = (
-    "no step times were given: a step counts 1 us for each element of its box, the product of its "
-    "sizes, so these sizes are for the least padding: measure times by `cgplan bench FILE --output "
-    "bench.json`, and give --step-times bench.json"
+    "no step times were given: a step counts 1 us for each element, the product of its sizes as "
+    "often as an input has them, so these sizes are for the least padding: measure times by "
+    "`cgplan bench FILE --output bench.json`, and give --step-times bench.json"
 )
 
 
@@ -536,6 +537,13 @@ class _BoxProblem:
     def __post_init__(self) -> None:
         traffic = self.traffic
         self._dims = dims_of(self.config)
+        powers = []
+        for name in traffic.names:
+            most = 1
+            for tensor in self.config.inputs.values():
+                most = max(most, tensor.shape.count(name))
+            powers.append(most)
+        self._powers = np.array(powers)  # how often an input has each size
         given = self.config.budget.model_dump(exclude_none=True)
         self._given = {limit: most * (1 + ROUNDING) for limit, most in given.items()}
         batches = np.array([*traffic.counts])
@@ -591,7 +599,7 @@ class _BoxProblem:
 
     def _times(self, boxes: Ints) -> Floats:
         if self.surface is None:
-            return _elements(boxes)
+            return _elements(boxes**self._powers)
         return self.surface.at(boxes)
 
     def _purse(
@@ -896,6 +904,8 @@ class _BoxProblem:
         unsure = [] if surface else [NO_TIMES]
         if eager == bound:
             verdict = f"{NOTHING_SAVED}; {verdict}"
+        if surface:
+            verdict = surface.doubt + verdict
         beyond = self.traffic.beyond
         if beyond:
             share = f"{beyond:,} of {beyond + self._total:,.0f} batches"

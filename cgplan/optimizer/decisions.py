@@ -141,7 +141,8 @@ class Planner:
                 raise TrafficError(
                     f"an SLO needs requests, and a load counts steps: {source.source}",
                     remedy="Give --traffic FILE with requests: arrivals, prompts, generated "
-                    "tokens (docs/planning.md, Requests of a vLLM server).",
+                    "tokens (docs/planning.md, Requests of a vLLM server); a picture has 1 "
+                    "token of context, and generates 0.",
                 )
         self._today = build_plan(config)
         if self.costs:

@@ -13,7 +13,7 @@ from cgplan.optimizer.problem import Run, largest_of
 from cgplan.planning.plan import Lane, Plan, lanes_of
 from cgplan.traffic.histogram import StepShape
 from cgplan.traffic.step_times import OF_ANOTHER_MODEL
-from cgplan.units import counted, format_microseconds, listed
+from cgplan.units import counted, format_microseconds, from_to, listed
 
 CLIFF = 1.05  # eager over graph, from which on it is worth a word
 BETWEEN = 0.05  # of a step, which times between measured ones may be off before they are told
@@ -69,14 +69,17 @@ def _traffic_cliffs(plan: Plan, run: Run) -> Iterator[str]:
         largest, _ = run.traffic.histogram[tokens.argmax()]
         cliff = _cliff(plan, run, largest)
         if cliff:
+            kind = "batches" if _are_rows(plan) else f"{_kind(uniform)} batches"
             yield (
-                f"{_share(missed, run)} of the steps are {_kind(uniform)} batches that no graph "
-                f"holds, up to {largest.num_tokens} tokens: there {cliff}"
+                f"{_share(missed, run)} of the steps are {kind} that no graph holds, up to "
+                f"{largest.num_tokens} tokens: there {cliff}"
             )
 
 
 def _scheduler_cliffs(plan: Plan, run: Run) -> Iterator[str]:
-    seqs, tokens, q = plan.max_num_seqs, plan.max_num_batched_tokens, plan.query_len
+    seqs = plan.max_num_seqs
+    tokens = plan.max_num_batched_tokens
+    q = plan.query_len
     reqs = min(seqs, tokens // q)
     extremes = [
         (StepShape(reqs * q, reqs, True), "max_num_seqs", q, "requests"),
@@ -84,7 +87,7 @@ def _scheduler_cliffs(plan: Plan, run: Run) -> Iterator[str]:
     ]
     for batch, limit, each, unit in extremes if reqs else extremes[1:]:
         alike = run.batches.uniform == batch.uniform
-        if (alike & (run.batches.num_tokens >= batch.num_tokens)).any():
+        if _are_rows(plan) or (alike & (run.batches.num_tokens >= batch.num_tokens)).any():
             continue
         lanes = plan.lanes().items()
         most = max((sizes[-1] for lane, sizes in lanes if run.serves(lane, batch)), default=0)
@@ -94,6 +97,24 @@ def _scheduler_cliffs(plan: Plan, run: Run) -> Iterator[str]:
                 f"scheduler.{limit} allows {_kind(batch.uniform)} batches of {batch.num_tokens} "
                 f"tokens, which no graph holds: {cliff}{held if most else ':'} accept eager steps"
             )
+
+
+def rows_without_graphs(plan: Plan, run: Run) -> Iterator[str]:
+    """A note in place of warnings where rows are all that batches count: eager code serves the
+    large ones.
+    """
+    rows = plan.max_num_seqs
+    held = plan.max_capture_size
+    if _are_rows(plan) and held < rows:
+        cliff = _cliff(plan, run, StepShape(rows, rows))
+        if cliff:
+            yield f"batches of {from_to(held + 1, rows)} rows run eagerly: at {rows} rows {cliff}"
+
+
+def _are_rows(plan: Plan) -> bool:
+    """Whether each request is one row, and one kind of graphs runs all batches."""
+    is_one = plan.max_num_seqs == plan.max_num_batched_tokens and plan.query_len == 1
+    return is_one and not plan.mode.separate_routine()
 
 
 def _cliff(plan: Plan, run: Run, batch: StepShape) -> str | None:
@@ -125,8 +146,8 @@ def _unmeasured_sizes(plan: Plan, run: Run) -> Iterator[str]:
     for lane, sizes in plan.lanes().items():
         most = run.times.measured_to(lane.mode, lane.num_active_loras)
         beyond = [size for size in sizes if size > most]
+        how = ""
         if beyond:
-            how = ""
             if lane.uniform and plan.query_len > 1:
                 how = f": vLLM without drafts runs them with --max-num-seqs {beyond[-1]}"
             yield (
@@ -158,7 +179,8 @@ def sizes_between(run: Run) -> Iterator[str]:
         yield (
             f"{share:.1%} of the steps run in graphs between measured sizes ({listed(sizes)}): "
             "their times are guessed; measure them: `cgplan bench FILE --set "
-            f"compilation.cudagraph_capture_sizes=[{every}]`, or a start of vLLM with them"
+            f"compilation.cudagraph_capture_sizes=[{every}] --output bench.json` (add --set "
+            "model.target=my_model.py:build if FILE has none), or a start of vLLM with them"
         )
 
 
@@ -179,19 +201,19 @@ def _beyond_the_scheduler(plan: Plan, run: Run) -> Iterator[str]:
 
 
 def _uneven_sizes(plan: Plan) -> Iterator[str]:
-    q, given = plan.query_len, plan.config["compilation"]["cudagraph_capture_sizes"]
+    q = plan.query_len
+    given = plan.config["compilation"]["cudagraph_capture_sizes"]
     if not isinstance(given, list) or not plan.mode.has_mode(CUDAGraphMode.FULL):
         return
     most = max((size for size in given if size <= plan.max_num_batched_tokens), default=0)
     rounded = {size: -(-size // q) * q for size in sorted(set(given)) if size % q}
     there = sorted({up for up in rounded.values() if up <= most})
     dropped = [size for size, up in rounded.items() if up > most]
-    parts = [f"captured at {listed(there)} instead"] if there else []
-    parts += (
-        [f"dropped at {listed(dropped)}, where the next multiple is above the largest"]
-        if dropped
-        else []
-    )
+    parts = []
+    if there:
+        parts.append(f"captured at {listed(there)} instead")
+    if dropped:
+        parts.append(f"dropped at {listed(dropped)}, where the next multiple is above the largest")
     if parts:
         yield (
             f"cudagraph_capture_sizes {listed([*rounded])} are not multiples of {q}, tokens of a "

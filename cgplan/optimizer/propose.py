@@ -40,7 +40,7 @@ from cgplan.optimizer.evidence import (
     limit_words,
     of_costs,
 )
-from cgplan.optimizer.lint import lint, sizes_between
+from cgplan.optimizer.lint import lint, rows_without_graphs, sizes_between
 from cgplan.optimizer.problem import (
     Lists,
     Problem,
@@ -741,8 +741,9 @@ class PlannedGraphs:
         )
 
     def _notes(self) -> Iterator[str]:
-        yield from sizes_between(self.run)
         plan = self.plan
+        yield from sizes_between(self.run)
+        yield from rows_without_graphs(plan, self.run)
         planned = self.inputs.lora_cases
         merged = [str(case) for case in plan.lora_cases if case not in planned]
         if merged:

@@ -200,7 +200,7 @@ def _headline(plan: Plan, evidence: Evidence) -> str:
         if idle and evidence.insurance and evidence.graphs > ladder.graphs > 0:
             graphs += (
                 f" ({idle} for batches that max_num_seqs = {plan.max_num_seqs} allows and the "
-                f"traffic does not show: lower that, or --max-graphs {ladder.num_graphs})"
+                "traffic does not show: --insurance 0 plans without)"
             )
     if plan.mode is CUDAGraphMode.NONE:
         return f"Plan: {graphs} in mode NONE: leave out cudagraph_mode, or add --mode best"

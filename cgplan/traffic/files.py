@@ -345,7 +345,7 @@ _HEADER = re.compile(r"\|\s*" + r"\s*\|\s*".join(COLUMNS) + r"\s*\|")
 _ROW = re.compile(r"\|((?:[^|]*\|){5}|\s*-?\d+\s*(?:\|.*)?)$")
 _MODE = re.compile(r"- Mode: *(?:CUDAGraphMode\.)?(\w+)\s*$")
 _SIZES = re.compile(r"- Capture sizes: *\[([\d, ]*)\]\s*$")
-_METRIC = "cgplan_batches"  # of a runner's metrics, in Prometheus' text format
+METRIC = "cgplan_batches"  # of a runner's metrics, in Prometheus' text format
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
@@ -549,7 +549,7 @@ def read_sizes(path: str | Path, dims: Sequence[Dim], plan: Plan) -> SizeCounts:
     counts: Counter[tuple[int, ...]] = Counter()
     beyond = 0
     rows: Iterable[tuple[tuple[int, ...], Any]]
-    if _METRIC in text or '"histogram"' in text:
+    if METRIC in text or '"histogram"' in text:
         if len(names) > 1:
             raise TrafficError(
                 f"{path} counts batches by one size, and `dims` has {', '.join(names)}",
@@ -619,7 +619,7 @@ def _traffic_of(
             return _saved(text, path)
     elif _HEADER.search(text):
         return log_traffic(text, path, plan)
-    elif _METRIC in text:
+    elif METRIC in text:
         return _metrics(text, path, plan)
     elif first.startswith("[") and '"conversations"' in text:
         return _conversations(text, path, plan, request_rate)
@@ -696,7 +696,7 @@ def _unknown_form(text: str, first: str, path: Path) -> TrafficError:
     return TrafficError(
         f"{path}: no known column in {short(first)}",
         remedy=f"{described}; ShareGPT's conversations, vLLM's logs, metrics with "
-        f"{_METRIC}_total and what cgplan saved will do, too.",
+        f"{METRIC}_total and what cgplan saved will do, too.",
     )
 
 
@@ -762,7 +762,7 @@ def _metrics(text: str, path: Path, plan: Plan) -> Traffic:
 def _metric_rows(text: str, path: Path) -> Iterator[RawRow]:
     for number, line in enumerate(text.split("\n"), start=1):
         name, _, rest = line.partition("{")
-        if name == f"{_METRIC}_total":
+        if name == f"{METRIC}_total":
             labels, _, value = rest.rpartition("}")
             cells = {**dict(_LABEL.findall(labels)), "count": None}
             with suppress(ValueError, IndexError):

@@ -30,6 +30,7 @@ from cgplan.planning.plan import Mode
 from cgplan.planning.vllm_log import logged_steps, steps_before_start
 from cgplan.traffic.files import (
     LOG_LINE,
+    METRIC,
     Form,
     R,
     RawRow,
@@ -338,6 +339,16 @@ class _Bench(BaseModel):
     backend: str = Field("", validation_alias=AliasPath("environment", "backend"))
     records: tuple[_BenchRecord, ...] = Field(min_length=1)
 
+    @property
+    def doubt(self) -> str:
+        """As in ``StepTimes``."""
+        doubt = ""
+        if self.backend == TAPE:
+            doubt = f"by times of {TAPE}, not of a GPU: "
+        if any(record.unsure for record in self.records):
+            doubt += "by times not to be trusted: "
+        return doubt
+
 
 class TimeCurve(Record):
     """Measured points of one runtime mode and LoRA case.
@@ -393,9 +404,7 @@ class TimeCurve(Record):
                 f"{format_microseconds(height)}: raised to that, as more tokens take no less time"
             )
         last = self.points[-1][0]
-        if len(self.points) < 2:
-            yield f"{name} was measured at {last} tokens only"
-        else:
+        if len(self.points) > 1:
             yield (
                 f"{name} beyond {last} tokens was not measured: {self.last_slope:.3g} us for "
                 f"each more token{floor}"
@@ -454,6 +463,11 @@ class StepTimes(Record):
             elif CUDAGraphMode.FULL in modes:
                 floor = ", and at least the time of a FULL graph, unless that is guessed too long"
             said += curve.notes(raw, floor)
+            if len(raw) < 2:
+                unsure.append(
+                    f"{_name(mode)} was measured at {counted(sizes[0], 'token')} only: taken as "
+                    "long for others; measure those, too"
+                )
             if sizes[0] > FEW and mode is not CUDAGraphMode.PIECEWISE:
                 unsure.append(
                     f"{_name(mode)} below {sizes[0]} tokens was not measured: taken as long; "
@@ -508,6 +522,11 @@ class StepTimes(Record):
                 f"{path}: the log has no iteration without speculative tokens after its start",
                 remedy="Run vLLM with --enable-logging-iteration-details, without "
                 "--speculative-config, send it requests, and give the log from its first line.",
+            )
+        if not is_json and METRIC in text:
+            raise StepTimeError(
+                f"{path}: metrics of a runner, which have no times of steps",
+                remedy="Give them as --traffic, and here what `cgplan bench --output FILE` saved.",
             )
         if is_json:
             rows = json_rows(text, path, StepTimeError, REMEDY, _POINTS)
@@ -676,6 +695,7 @@ class StepSurface(NamedTuple):
     values: Floats  # times of all their combinations: [sizes of the first axis, ...]
     source: str
     eager: Floats | None = None  # as values, without graphs; None: not known
+    doubt: str = ""  # as in StepTimes
 
     @classmethod
     def parse(
@@ -688,8 +708,11 @@ class StepSurface(NamedTuple):
         grid. Of equal sizes the longest time counts. Raises StepTimeError.
         """
         rows = []
+        doubt = ""
         try:
-            for record in _Bench.model_validate_json(text).records:
+            bench = _Bench.model_validate_json(text)
+            doubt = bench.doubt
+            for record in bench.records:
                 if record.graph:
                     ran = record.descriptor
                     sizes = ran.num_tokens, *ran.sizes
@@ -719,7 +742,8 @@ class StepSurface(NamedTuple):
             np.maximum.accumulate(table, axis=dim, out=table)
         measured = tuple(np.array(axis, dtype=np.float64) for axis in axes)
         values, *eager = table
-        return cls(measured, values, str(path), *eager)
+        surface = cls(measured, values, str(path), *eager)
+        return surface._replace(doubt=doubt)
 
     def at(self, sizes: npt.NDArray[np.int64]) -> Floats:
         """Microseconds of boxes: [n, dimensions] -> [n]."""
@@ -834,10 +858,6 @@ def _saved(
             time = record.graph.median
             runs.append(Timed(record.mode, ran.num_tokens, time, not ran.uniform, case=case))
     source = f"{path}, {found.device}" if found.device else str(path)
-    doubts = []
     if found.backend == TAPE:
         source += f", {TAPE}"
-        doubts.append(f"by times of {TAPE}, not of a GPU: ")
-    if any(record.unsure for record in found.records):
-        doubts.append("by times not to be trusted: ")
-    return _of_runs(runs, max, path, source).changed(doubt="".join(doubts))
+    return _of_runs(runs, max, path, source).changed(doubt=found.doubt)

@@ -574,11 +574,12 @@ def test_more_graphs_than_the_configured_ones_say_why_and_what_has_fewer(home: P
     shown = " ".join(good(*command).stdout.split())
     found = re.search(
         r"Plan: keep the configured sizes' 3 graphs; (\d+) graphs are as good \((\d+) for batches that "
-        r"max_num_seqs = 256 allows and the traffic does not show: lower that, or --max-graphs 3\)",
+        r"max_num_seqs = 256 allows and the traffic does not show: --insurance 0 plans without\)",
         shown,
     )
     assert found
     assert 3 < int(found[2]) < int(found[1])
+    assert "does not show" not in good(*command, "--insurance", "0").stdout
     for fewer in (("--max-graphs", "3"), settings("scheduler.max_num_seqs=8")):
         plan = plan_of(*command, *fewer)
         assert len(plan.keys) <= 3
@@ -1428,7 +1429,8 @@ def test_what_a_plan_of_several_sizes_refuses(home: Path) -> None:
             "plan --vllm {} --capture-time 1.5",
             "1.5 has no unit: write 1.5MiB of memory, 1.5s of time",
         ),
-        ("plan my.yaml batches.csv", "of traffic: --traffic FILE"),
+        ("plan my.yaml batches.csv", "of traffic: `cgplan plan CONFIGURATION.yaml --traffic FILE`"),
+        ("plan metrics96.txt --traffic my.yaml", "`cgplan plan CONFIGURATION.yaml --traffic FILE`"),
         ("plan p.json", "Of a saved plan: `cgplan inspect FILE`, or `cgplan plan check FILE`"),
         (
             "plan --vllm {} --cudagraph-capture-sizes 1 2",

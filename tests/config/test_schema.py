@@ -247,7 +247,7 @@ def test_named_dimensions() -> None:
         ),
         (
             {"dims": {**TEXT["dims"], "lenght": {"max": 2}}, "model": None},
-            "cgplan.capture(model, config={'model': {'output_shapes': [['batch', 10]]}, 'dims'",
+            "in Python cgplan.capture(..., output_shapes=[['batch', 10]])",
         ),
         ({"dims": {"batch": {"max": 2, "min": 3}}}, "min is 3, which is above max = 2"),
         (

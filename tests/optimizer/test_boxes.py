@@ -363,6 +363,8 @@ def test_times_decide_where_they_are_given() -> None:
     assert found.expected_us.plan == pytest.approx(0.95 * 10 + 0.05 * 90)
     assert (found.times_source, found.warnings) == ("times.csv", ())
     assert found.verdict.startswith("steps ")
+    doubtful = propose_boxes(config_of(2), traffic_of(counts), flat._replace(doubt="by tape: "))
+    assert doubtful.evidence.verdict.startswith("by tape: steps ")
     assert found.expected_us.eager is None
     assert boxes_of(evidence_of({(1, 50): 900, (1, 100): 10, (8, 100): 10}, 2)) == {
         (1, 50),
@@ -465,6 +467,15 @@ def test_batches_without_a_graph_are_told() -> None:
     )
     assert any("64 x 512" in note for note in found.traffic_notes)
     assert not any("64 x 512" in note for note in evidence_of({(64, 512): 1}, 2).traffic_notes)
+
+
+def test_a_size_that_an_input_has_twice_counts_twice() -> None:
+    dims = {"batch": {"max": 4}, "side": {"max": 96}}
+    pixels = {"shape": ["batch", 3, "side", "side"], "dtype": "float32", "pad": 0}
+    sections: Any = {"inputs": {"x": pixels}, "model": {"output_shapes": ["batch"]}}
+    counts = {(1, 64): 1, (1, 96): 1}
+    found = evidence_of(counts, 2, names=("batch", "side"), dims=dims, **sections)
+    assert found.expected_us.plan == (64**2 + 96**2) / 2
 
 
 def test_padding_is_mapped() -> None:

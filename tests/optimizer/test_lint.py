@@ -9,7 +9,7 @@ import plans
 import pytest
 
 from cgplan.modes import CUDAGraphMode
-from cgplan.optimizer.lint import lint, lint_without_traffic
+from cgplan.optimizer.lint import lint, lint_without_traffic, rows_without_graphs
 from cgplan.optimizer.problem import Run
 from cgplan.planning import LADDERS, Plan
 from cgplan.traffic.histogram import StepShape, Traffic
@@ -129,6 +129,24 @@ def test_the_schedulers_largest_batch_is_a_cliff_where_it_has_no_graph() -> None
     no_mixed = both.changed(keys=tuple(key for key in both.keys if key[0] is FULL))
     (warning,) = warnings(no_mixed, traffic(decode({8: 1})), HOLDS)
     assert warning.endswith(" in a PIECEWISE graph: accept eager steps"), "no size to lower it to"
+
+
+def test_batches_of_rows_beyond_the_graphs_are_a_note_that_lowers_no_bound() -> None:
+    plan = plan_of("FULL", [1, 2], seqs=8, tokens=8)
+    seen = traffic(mixed({1: 5, 2: 5}))
+    assert warnings(plan, seen, HOLDS) == []
+    (note,) = rows_without_graphs(plan, Run(plan.lanes(), seen, TIMES))
+    assert note == (
+        "batches of 3 to 8 rows run eagerly: at 8 rows 20.0 ms eagerly, 4.56 ms in a FULL graph"
+    )
+    (warning,) = warnings(plan, traffic(decode({1: 9, 4: 1})), HOLDS)
+    assert "10.00% of the steps are batches that no graph holds, up to 4" in warning
+    for other in (
+        plan_of("FULL", [1, 8], seqs=8, tokens=8),
+        plan_of("FULL", [1, 2], seqs=8, tokens=9),
+        plan_of("FULL_DECODE_ONLY", [1, 2], seqs=8, tokens=8),
+    ):
+        assert not [*rows_without_graphs(other, Run(other.lanes(), seen, TIMES))]
 
 
 def test_traffic_of_another_scheduler() -> None:

@@ -625,7 +625,10 @@ def test_graphs_between_measured_sizes_are_told_where_times_may_differ(
     assert bool(told) is is_told
     for note in told:
         assert "between measured sizes (2, 3): their times are guessed" in note
-        assert "`cgplan bench FILE --set compilation.cudagraph_capture_sizes=[1,2,3,4,16]`" in note
+        assert (
+            "sizes=[1,2,3,4,16] --output bench.json` (add --set model.target=my_model.py:build if"
+            in note
+        )
 
 
 @pytest.mark.parametrize(

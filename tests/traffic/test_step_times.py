@@ -136,7 +136,10 @@ def test_times_between_and_beyond_points(
             {"FULL": {1: 10, 100: 10, 200: 30}},
             "FULL beyond 200 tokens was not measured: 0.2 us for each more token",
         ),
-        ({"FULL": {4: 10}}, "FULL was measured at 4 tokens only"),
+        (
+            {"NONE": {1: 10}, "FULL": {1: 5, 8: 6}},
+            "eager was measured at 1 token only: taken as long for others; measure those, too",
+        ),
         ({"NONE": {900: 10}, "FULL": {1: 5}}, "eager below 900 tokens was not measured"),
         (
             {"NONE": {1: 20}, "FULL": {1: 5, 2: 6}},
@@ -153,7 +156,7 @@ def test_assumptions_and_raised_points_are_noted(points: Any, note: str) -> None
 
 def test_small_changes_and_modes_that_a_plan_lacks_are_not_noted() -> None:
     assert not any("took" in note for note in times_of(FULL={1: 10.0, 8: 9.9}).notes)
-    times = times_of(NONE={1: 100}, FULL={1: 20})
+    times = times_of(NONE={1: 100, 8: 100}, FULL={1: 20, 8: 20})
     (warning,) = times.unsure
     assert "PIECEWISE was not measured" in warning
     assert "send prompts shorter than its largest size, a few at a time" in warning
@@ -601,6 +604,7 @@ def test_a_forward_pass_table_is_read() -> None:
         ),
         (artifact(point("decode", 1, 0.0, "FULL")), "x:1, entry 1: wall_time is 0.0"),
         (GRAPHS + GRAPHS[:-9], "x:[0-9]+: not JSON: Expecting"),
+        ('cgplan_batches_total{num_tokens="1"} 2', "x: metrics of a runner, which have no times"),
         (passes("a,h200,encode,1,0,9,4.0"), "x:2: workload_kind is 'encode'"),
         (passes("a,h200,decode,1,0,9,4.0", "b,h200,decode,1,0,9,4.0"), "of several deployments"),
     ],
@@ -612,13 +616,13 @@ def test_wrong_files_of_other_programs(text: str, message: str) -> None:
 
 def test_a_table_may_be_in_another_unit_and_a_bench_may_not() -> None:
     rows = HEADER + "NONE,1,14\nFULL,1,4\n"
-    told, _ = StepTimes.parse(rows, "times.csv").unsure
+    told, *_ = StepTimes.parse(rows, "times.csv").unsure
     assert told == "eager at 1 token takes 14.0 us, 0.00097 times the default: is the unit right?"
     milli = rows.replace("micro", "milli")
     with pytest.raises(StepTimeError, match="times are in microseconds: convert them, rename"):
         StepTimes.parse(milli, "times.csv")
     small = bench(record(1, 14.0, "FULL", 4.0))
-    (other,) = StepTimes.parse(json.dumps(small), "bench.json").unsure
+    other, *_ = reversed(StepTimes.parse(json.dumps(small), "bench.json").unsure)
     assert "PIECEWISE was not measured" in other
 
 
