@@ -163,11 +163,16 @@ def check_vllm(
         own = plan.emission
         emission = own if own and own.engine == "vLLM" else emit(plan, "vllm")
         typer.echo("\n".join((*emission.notes, emission.block)))
-        raise PlanMismatchError(
-            f"{saved}: {others[0]}",
-            remedy="Start vLLM with the options of the plan, the last lines above; if vLLM lowered "
-            f"the mode, plan again with --costs {file}.",
+        remedy = (
+            "Start vLLM with the options of the plan, the last lines above; if vLLM lowered the "
+            f"mode, plan again with --costs {file}."
         )
+        if predicted and str(file) in predicted.source:
+            remedy = (
+                f"The costs of the plan are of {file}: with it give the last lines above in place "
+                "of --plan, which is for the log of a new start."
+            )
+        raise PlanMismatchError(f"{saved}: {others[0]}", remedy=remedy)
     for far in log.overrun(plan) if log else ():
         raise PlanMismatchError(f"{saved}: {far}", remedy=f"Plan again with --costs {file}.")
 

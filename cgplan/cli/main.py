@@ -49,7 +49,8 @@ PLAIN: dict[str, Any] = {  # the same help on every terminal
 }
 _HINTS = {  # by what is said; the first counts
     "option: --speculative-config": "Of vLLM: give --speculative-method, --num-speculative-tokens",
-    ": --.*cudagraph-c": """Of vLLM: keys of --vllm '{"cudagraph_capture_sizes": [1, 2, 4]}'""",
+    ": --.*cudagraph-c": """Of vLLM: write --vllm '{"cudagraph_capture_sizes": [1, 2, 4]}'""",
+    "option: (-d|--data-parallel-size)$": "Leave it out: the answer is for one rank",
     "^-O|: (-O|--optim)": (
         """Write --vllm '{}' for -O2, -O3, '{"cudagraph_mode": "PIECEWISE"}' for -O1 and """
         "-O.cudagraph_mode=PIECEWISE; -O0 has no graph: leave it out"
@@ -403,7 +404,9 @@ def inspect(request: InspectRequest, engine: VllmOptions) -> None:
 )
 def check(
     engine: VllmOptions,
-    log: Annotated[Path | None, Option(metavar="FILE", help="vLLM's log of a start.")] = None,
+    log: Annotated[
+        Path | None, Option("--log", "--costs", metavar="FILE", help="vLLM's log of a start.")
+    ] = None,
     plan: Annotated[
         Path | None,
         Option(metavar="FILE", help="A saved plan, in place of --vllm."),

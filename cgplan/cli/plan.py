@@ -239,6 +239,10 @@ def run_plan(
     elif has_traffic:
         times, log = _times_of(loads, loaded.config, priced)
         loaded = lowered(loaded, log)
+        start = log or priced.log
+        is_told = loads.replicas and config.distributed.data_parallel_sync
+        if start and start.ranks > 1 and not is_told:
+            times = times.changed(unsure=(start.ranks_missing, *times.unsure))
         plan = _for_traffic(
             loaded, loads, priced, times, plans_for, is_emitted=request.emit is not None
         )
@@ -535,7 +539,8 @@ def _times_of(loads: Loads, config: Config, priced: Priced) -> tuple[StepTimes, 
     text = read_text(file, StepTimeError, REMEDY)  # once: it may be a pipe
     log = StartLog.parse(text)
     doubts = tuple(_doubts(text, log, file, config, priced))
-    times = StepTimes.parse(text, file)
+    in_step = config.distributed.data_parallel_sync
+    times = StepTimes.parse(text, file, in_step=in_step)
     return times.changed(unsure=doubts + times.unsure), log
 
 

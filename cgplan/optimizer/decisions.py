@@ -226,7 +226,7 @@ class Planner:
         least = min(allowed, key=attrgetter("expected_us"))
         regret = own.expected_us / least.expected_us - 1
         of_decode = None
-        verdict = f"regret {regret:z.2%}"
+        verdict = f"regret {regret:z.2%} in the plan's mode"
         if own.decode_us and least.decode_us:
             of_decode = own.decode_us / least.decode_us - 1
             verdict += f", of decode steps {of_decode:z.2%}"
@@ -678,12 +678,14 @@ class Planner:
             return
         unlimited = planned.unlimited
         if unlimited and unlimited.plan.predicted:
-            step = unlimited.run.expected_us / planned.run.expected_us
+            shorter = 1 - unlimited.run.expected_us / planned.run.expected_us
             most = format_bytes(self._asked_bytes)
-            yield (
-                f"memory is kept to that of the graphs asked for, {most}; --memory none takes "
-                f"{format_bytes(unlimited.plan.predicted.total_bytes)} for steps {step - 1:+.2%}"
-            )
+            if shorter > 0:
+                free = format_bytes(unlimited.plan.predicted.total_bytes)
+                yield (
+                    f"memory is kept to that of the graphs asked for, {most}; with --memory none "
+                    f"{free}, and steps {shorter:.2%} shorter"
+                )
         more = cost.total_bytes - self._asked_bytes
         if abs(more) < MIB or not self.kv_token_bytes:
             return

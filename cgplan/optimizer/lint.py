@@ -12,7 +12,7 @@ from cgplan.modes import CUDAGraphMode
 from cgplan.optimizer.problem import Run, largest_of
 from cgplan.planning.plan import Lane, Plan, lanes_of
 from cgplan.traffic.histogram import StepShape
-from cgplan.traffic.step_times import OF_ANOTHER_MODEL
+from cgplan.traffic.step_times import ABOUT, OF_ANOTHER_MODEL
 from cgplan.units import counted, format_microseconds, from_to, listed
 
 CLIFF = 1.05  # eager over graph, from which on it is worth a word
@@ -145,7 +145,7 @@ def _cliff(plan: Plan, run: Run, batch: StepShape) -> str | None:
 def _unmeasured_sizes(plan: Plan, run: Run) -> Iterator[str]:
     for lane, sizes in plan.lanes().items():
         most = run.times.measured_to(lane.mode, lane.num_active_loras)
-        beyond = [size for size in sizes if size > most]
+        beyond = [size for size in sizes if size > ABOUT * most]
         how = ""
         if beyond:
             if lane.uniform and plan.query_len > 1:

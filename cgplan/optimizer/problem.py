@@ -45,7 +45,7 @@ from cgplan.planning.plan import (
 from cgplan.pricing import GraphCosts
 from cgplan.traffic.histogram import StepShape, Traffic
 from cgplan.traffic.simulation import StepTime
-from cgplan.traffic.step_times import StepTimes
+from cgplan.traffic.step_times import ABOUT, StepTimes
 from cgplan.units import grouped
 
 EAGER = Lane(CUDAGraphMode.NONE, False, 0)
@@ -227,7 +227,7 @@ class Run(Steps):
         beyond = np.zeros_like(self.missed)
         for lane, here in self._parts:
             most = self.times.measured_to(lane.mode, lane.num_active_loras)
-            beyond[here] = self._size[here] > most
+            beyond[here] = self._size[here] > ABOUT * most
         return float(self.weights[beyond].sum() / self.weights.sum())
 
     @property

@@ -69,7 +69,7 @@ from cgplan.planning.plan import (
 )
 from cgplan.pricing import GraphCosts
 from cgplan.traffic.histogram import Traffic
-from cgplan.traffic.step_times import StepTimes
+from cgplan.traffic.step_times import ABOUT, StepTimes
 from cgplan.units import (
     format_bytes,
     format_microseconds,
@@ -546,7 +546,7 @@ class PlannedGraphs:
             verdict=run.times.doubt + doubt + self._verdict(ladders.get(asked)),
             unmeasured=run.unmeasured,
             unmeasured_graphs=sum(
-                key.num_tokens > run.times.measured_to(mode, key.num_active_loras)
+                key.num_tokens > ABOUT * run.times.measured_to(mode, key.num_active_loras)
                 for mode, key in plan.keys
             ),
             unsure=tuple(unsure),

@@ -216,7 +216,10 @@ def named(changes: Sequence[FieldChange]) -> str:
     return "; ".join(shown)
 
 
-def _settings(old: Plan, new: Plan) -> list[FieldChange]:
+def _settings(
+    old: Plan,
+    new: Plan,
+) -> list[FieldChange]:
     usual = Config().model_dump(mode="json", include={"budget": True, **SIMULATED})
     both = []
     for plan in (old, new):
@@ -233,7 +236,10 @@ def _settings(old: Plan, new: Plan) -> list[FieldChange]:
         if old.machine and new.machine:
             found.update(plan.machine or ())
         both.append(found)
-    return _changes(*both)
+    changes = _changes(*both)
+    if all("model.target" in settings for settings in both):
+        return changes
+    return [change for change in changes if not change.name.startswith("model.")]
 
 
 def _notes(old: Plan, new: Plan) -> Iterator[str]:

@@ -12,18 +12,20 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from operator import itemgetter
+from operator import attrgetter, itemgetter
+from typing import NamedTuple
 
 from cgplan.config import LoadedConfig
 from cgplan.errors import BudgetError, StepTimeError
 from cgplan.modes import AttentionSupport, CUDAGraphMode
 from cgplan.planning.engines import VERSIONS
 from cgplan.planning.plan import Plan, build_plan
-from cgplan.units import counted, format_bytes, listed
+from cgplan.units import counted, format_bytes, grouped, listed
 
 GIB = 1 << 30
 MIB = 1 << 20
-FAR = 1.5  # times what was predicted
+FAR = 1.5  # times what was predicted, or of another rank
+MOST_UNLIKE = 0.05  # steps of ranks that run together
 _START = "Initializing a V1 LLM engine"
 _VERSION = re.compile(rf"(?:{_START} \(v|API server version )([\w.+-]+)")
 _FINISHED = re.compile(r"Graph capturing finished in (\d+) secs, took (-?[\d.]+) GiB")
@@ -59,8 +61,9 @@ _GIVEN = re.compile(r"non-default args: (.*)")
 _SEQS = re.compile(r"'max_num_seqs': (\d+)")
 _LORAS = re.compile(r"(?=.*'enable_lora': True)(?:.*'max_loras': (\d+))?")
 _BOUND = re.compile(r"Chunked prefill is enabled with max_num_batched_tokens=(\d+)")
+_RANKS = re.compile(r"data_parallel_size=(\d+)")
 _STEP = re.compile(
-    r"Iteration\(\d+\): (\d+) context requests, (\d+) context tokens, (\d+) generation requests, "
+    r"Iteration\((\d+)\): (\d+) context requests, (\d+) context tokens, (\d+) generation requests, "
     r"(\d+) generation tokens, iteration elapsed time: ([\d.]+) ms(?! \(dummy\))"
 )
 
@@ -81,6 +84,7 @@ class StartLog:
         max_loras: 0 without adapters; None if the log does not tell it.
         model, mode, sizes: That vLLM was to capture; ``mode`` as its attention backend lowered it.
         support: Of that backend; None if it lowered no mode.
+        ranks: Of data parallelism, of a mixture of experts: others log 1.
         kv_token_bytes: Of the KV cache, by ``advice``.
     """
 
@@ -100,6 +104,7 @@ class StartLog:
     method: str | None = None
     max_loras: int | None = None
     support: AttentionSupport | None = None
+    ranks: int = 1
 
     @classmethod
     def parse(cls, text: str) -> StartLog | None:
@@ -156,11 +161,20 @@ class StartLog:
             method=drafts and drafts[1],
             max_loras=most if given else None,
             support=support and AttentionSupport[support],
+            ranks=int(["1", *_RANKS.findall(text)][-1]),
         )
 
     @property
     def lowering(self) -> str:
         return f"vLLM lowered the mode to {self.mode}: its attention_support is {self.support}"
+
+    @property
+    def ranks_missing(self) -> str:
+        return (
+            f"the log is of {self.ranks} data-parallel ranks: for requests of all give "
+            f"--data-parallel-size {self.ranks}; for a mixture of experts also --set "
+            "distributed.data_parallel_sync=true"
+        )
 
     def doubts(self, plan: Plan) -> Iterator[str]:
         """Why its figures may not be those of these graphs of vLLM."""
@@ -249,9 +263,11 @@ class StartLog:
             counts.append(f"{count} {mode}{other}")
         graphs = counted(own.total() or started.num_graphs, "graph")
         drafts = f" and {len(plan.draft_keys)} of the draft model" if plan.draft_keys else ""
+        asked = f"{counted(len(plan.keys), 'graph')}{drafts}"
+        these = "these " if asked == graphs else ""
         yield (
             f"the log is of a start with {graphs} ({'; '.join([*counts, *found])}), not with "
-            f"{counted(len(plan.keys), 'graph')}{drafts}"
+            f"{these}{asked}"
         )
 
     def said(self, plan: Plan, of_other_options: Sequence[str] = ()) -> Iterator[str]:
@@ -269,7 +285,10 @@ class StartLog:
         if self.reserved:
             kept = f", and vLLM kept {format_bytes(self.reserved)} free for them"
         if cost and not of_other_options and self.seconds > FAR * cost.seconds + 1:
-            yield "warning: the captures took far longer than predicted"
+            yield (
+                f"warning: the captures took {self.seconds:.0f} s, {cost.seconds:.3g} s were "
+                "predicted"
+            )
         yield (
             f"by the log the graphs took {format_bytes(self.bytes)} and {self.seconds:.0f} s{kept}"
         )
@@ -361,15 +380,21 @@ def steps_before_start(text: str) -> int:
     return len(_STEP.findall(_CAPTURES.split(text, 1)[0]))
 
 
-def logged_steps(text: str) -> Iterator[tuple[CUDAGraphMode, int, float, bool]]:
-    """(runtime mode, tokens that ran, microseconds, whether it prefills) by
-    ``--enable-logging-iteration-details``.
+class _Iteration(NamedTuple):
+    """Of one rank, after the start that ``mode`` and ``sizes`` are of."""
 
-    The start before a step tells its graph. Steps before the first start, and those with
-    speculative tokens, are left out. Raises StepTimeError for two models.
-    """
+    mode: CUDAGraphMode
+    sizes: Sequence[int]
+    tokens: int
+    is_mixed: bool
+    microseconds: float
+
+
+def _iterations(text: str) -> Iterator[tuple[tuple[int, str], _Iteration]]:
+    """By the start before it, and its own number."""
     mode = model = timed = None
-    sizes = []
+    sizes: list[int] = []
+    starts = 0
     for line in text.splitlines():
         started = _CAPTURES.search(line)
         step = _STEP.search(line)
@@ -380,8 +405,9 @@ def logged_steps(text: str) -> Iterator[tuple[CUDAGraphMode, int, float, bool]]:
             model, name, captured = started.groups()
             mode = CUDAGraphMode.parse(name)
             sizes = sorted(json.loads(captured))
+            starts += 1
         elif mode is not None and step:
-            prefilled, prompts, decoding, decoded = map(int, step.groups()[:4])
+            prefilled, prompts, decoding, decoded = map(int, step.groups()[1:5])
             tokens = prompts + decoded
             if decoded != decoding or not tokens:
                 continue
@@ -391,10 +417,45 @@ def logged_steps(text: str) -> Iterator[tuple[CUDAGraphMode, int, float, bool]]:
                     f"the log has steps of {timed} and of {model}",
                     remedy="Give starts of one model.",
                 )
-            runs = mode.mixed_mode() if prefilled else mode.decode_mode()
-            place = bisect_left(sizes, tokens)
-            if place == len(sizes):
-                runs = CUDAGraphMode.NONE
-            if runs is not CUDAGraphMode.NONE:
-                tokens = sizes[place]
-            yield runs, tokens, float(step[5]) * 1e3, prefilled > 0
+            took = float(step[6]) * 1e3
+            yield (starts, step[1]), _Iteration(mode, sizes, tokens, prefilled > 0, took)
+
+
+def logged_steps(
+    text: str,
+    *,
+    in_step: bool = False,
+) -> Iterator[tuple[CUDAGraphMode, int, float, bool]]:
+    """(runtime mode, tokens that ran, microseconds, whether it prefills) by
+    ``--enable-logging-iteration-details``.
+
+    The start before a step tells its graph. Steps before the first start, and those with
+    speculative tokens, are left out. ``in_step``: data-parallel ranks run iterations of one number
+    together, padded to the largest, and mixed if one is. Raises StepTimeError for two models, or
+    where such iterations took unlike times.
+    """
+    found = [*_iterations(text)]
+    steps = [[own] for _, own in found]
+    if in_step:
+        steps = [*grouped(found).values()]
+    unlike = 0
+    for ranks in steps:
+        times = [rank.microseconds for rank in ranks]
+        unlike += max(times) > FAR * min(times)
+        mode, sizes, tokens, *_ = max(ranks, key=attrgetter("tokens"))
+        is_mixed = any(rank.is_mixed for rank in ranks)
+        runs = mode.mixed_mode() if is_mixed else mode.decode_mode()
+        place = bisect_left(sizes, tokens)
+        if place == len(sizes):
+            runs = CUDAGraphMode.NONE
+        if runs is not CUDAGraphMode.NONE:
+            tokens = sizes[place]
+        yield runs, tokens, max(times), is_mixed
+    if unlike > MOST_UNLIKE * len(steps):
+        raise StepTimeError(
+            f"{unlike} of {len(steps)} iterations of one number took unlike times on the "
+            "data-parallel ranks, which run each step together: the log does not tell which "
+            "iterations were one step",
+            remedy="In place of the log give a table mode,num_tokens,microseconds, with the tokens "
+            "of the largest rank.",
+        )

@@ -57,11 +57,14 @@ _POINTS = "iteration_groups"  # the list of points in Dynamo's file
 LORA_OVERHEAD = 0.1
 # of the time that eager takes longer than FULL; 0.10 to 0.22 in DEFAULT_POINTS
 PIECEWISE_SHARE = 0.25
-WORTH_A_NOTE = 0.05  # relative change of a measured point
+# relative changes of a measured point
+WORTH_A_NOTE = 0.05
+WORTH_A_WARNING = 0.3
 OF_ANOTHER_MODEL = (
     "sizes for another model: give --step-times, by `cgplan bench --output` or vLLM's log"
 )
 FEW = 16  # tokens
+ABOUT = 1.01  # times a measured size is as good as measured
 FAR = 200  # times as long, or as short
 FULL_OF_DECODE = "FULL graphs were timed for uniform decode alone: mixed batches may take longer"
 _OF_LOG = (
@@ -386,29 +389,28 @@ class TimeCurve(Record):
                 first, below = size, time
         return (above - below) / max(last - first, 1)
 
-    def notes(
-        self,
-        raw: Iterable[tuple[int, float]],
-        floor: str,
-    ) -> Iterator[str]:
-        """Notes on the ``raw`` point that was raised most, and on the times beyond the last one."""
+    def raised(self, raw: Mapping[int, float]) -> tuple[float, str]:
+        """How far the ``raw`` point was raised that was raised most, and a sentence on it."""
+        size, height = max(self.points, key=lambda point: point[1] / raw[point[0]])
+        value = raw[size]
+        return height / value, (
+            f"{self.name} at {size} tokens took {format_microseconds(value)}, a smaller batch "
+            f"{format_microseconds(height)}: raised to that, as more tokens take no less time"
+        )
+
+    def beyond(self, floor: str) -> str:
+        """On the times beyond the last point."""
+        return (
+            f"{self.name} beyond {self.points[-1][0]} tokens was not measured: {self.last_slope:.3g} us for "
+            f"each more token{floor}"
+        )
+
+    @property
+    def name(self) -> str:
         name = _name(self.mode)
         if self.num_active_loras:
             name = f"{name} with {self.num_active_loras} adapters"
-        raised = dict(self.points)
-        size, value = max(raw, key=lambda point: raised[point[0]] / point[1])
-        height = raised[size]
-        if height > value * (1 + WORTH_A_NOTE):
-            yield (
-                f"{name} at {size} tokens took {format_microseconds(value)}, a smaller batch "
-                f"{format_microseconds(height)}: raised to that, as more tokens take no less time"
-            )
-        last = self.points[-1][0]
-        if len(self.points) > 1:
-            yield (
-                f"{name} beyond {last} tokens was not measured: {self.last_slope:.3g} us for "
-                f"each more token{floor}"
-            )
+        return name
 
 
 class StepTimes(Record):
@@ -452,8 +454,8 @@ class StepTimes(Record):
         said = list(notes)
         unsure = []
         for mode, case in sorted(points, key=lambda key: (key[0].value, key[1])):
-            raw = sorted(points[mode, case].items())
-            sizes, times = zip(*raw, strict=True)
+            raw = points[mode, case]
+            sizes, times = zip(*sorted(raw.items()), strict=True)
             ascending = zip(sizes, accumulate(times, max), strict=True)
             curve = TimeCurve(mode=mode, num_active_loras=case, points=tuple(ascending))
             curves.append(curve)
@@ -462,12 +464,18 @@ class StepTimes(Record):
                 floor = "; it saves less where eager steps grow"
             elif CUDAGraphMode.FULL in modes:
                 floor = ", and at least the time of a FULL graph, unless that is guessed too long"
-            said += curve.notes(raw, floor)
+            height, text = curve.raised(raw)
+            if height > 1 + WORTH_A_WARNING:
+                unsure.append(f"{text}; were they steps of other ranks, adapters or contexts?")
+            elif height > 1 + WORTH_A_NOTE:
+                said.append(text)
             if len(raw) < 2:
                 unsure.append(
                     f"{_name(mode)} was measured at {counted(sizes[0], 'token')} only: taken as "
                     "long for others; measure those, too"
                 )
+            else:
+                said.append(curve.beyond(floor))
             if sizes[0] > FEW and mode is not CUDAGraphMode.PIECEWISE:
                 unsure.append(
                     f"{_name(mode)} below {sizes[0]} tokens was not measured: taken as long; "
@@ -503,9 +511,13 @@ class StepTimes(Record):
         cls,
         text: str,
         path: str | Path,
+        *,
+        in_step: bool = False,
     ) -> StepTimes:
-        """As ``load``, from a text; ``path`` names it in messages."""
-        steps = [Timed(*step) for step in logged_steps(text)]
+        """As ``load``, from a text; ``path`` names it in messages. ``in_step``: data-parallel ranks
+        of a log run each step together.
+        """
+        steps = [Timed(*step) for step in logged_steps(text, in_step=in_step)]
         if steps:
             source = f"the log of vLLM, {path}"
             lost = steps_before_start(text)

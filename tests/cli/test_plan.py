@@ -988,13 +988,13 @@ def test_a_start_is_checked_against_the_plan(home: Path) -> None:
     assert "same.json: the graphs took 973 MiB, 512 MiB were predicted" in told
     assert "Plan again with --costs heavy.log" in told
     Path("heavy.log").write_text(START.read_text().replace("took 0.50 GiB", "took 0.85 GiB"))
-    assert "far longer" not in good(*heavy).stdout
+    assert "were predicted" not in good(*heavy).stdout
     bound = "Chunked prefill is enabled with max_num_batched_tokens={}\n"
     for tokens, warned in ((2048, True), (8192, False)):
         text = bound.format(tokens) + START.read_text().replace("finished in 3", "finished in 6")
         Path("slow.log").write_text(text)
         slow = good(*heavy[:3], "slow.log", *heavy[4:])
-        assert "warning: the captures took far longer than predicted\n" in slow.stdout
+        assert "warning: the captures took 6 s, 3 s were predicted\n" in slow.stdout
         warning = "warning: the log is of --max-num-batched-tokens 2048, not 8192"
         assert (warning in unwrapped(slow.stdout)) is warned
     result = cgplan_command(*checked, "fewer.json")
@@ -1010,8 +1010,11 @@ def test_a_start_is_checked_against_the_plan(home: Path) -> None:
         "not with 4 graphs"
     )
     assert said in unwrapped(result.stderr)
+    of_costs = f"The costs of the plan are of {START}: with it give the last lines above in place of --plan"
+    assert of_costs in unwrapped(result.stderr)
     unlike = cgplan_command(*heavy[:3], "slow.log", "--plan", "fewer.json")
-    assert "far longer" not in unlike.stdout, "the graphs are others"
+    assert "were predicted" not in unlike.stdout, "the graphs are others"
+    assert "Start vLLM with the options of the plan" in unwrapped(unlike.stderr)
     other = cgplan_command(*checked, "others.json")
     assert other.exit_code == errors.PlanMismatchError.exit_code
     assert "without sizes 3; with sizes 4" in unwrapped(other.stderr)
@@ -1148,6 +1151,29 @@ def test_plan_diff_shows_costs_that_one_side_has(home: Path) -> None:
     assert re.search(r"^memory +- +[\d.]+ MiB +- +-$", shown, re.MULTILINE)
     assert re.search(r"^start-up +- +667 ms +- +-$", shown, re.MULTILINE)
     assert re.search(r"^PIECEWISE +- +1 +8$", shown, re.MULTILINE)
+
+
+def test_plan_diff_lists_no_model_that_an_engine_has_by_itself(home: Path) -> None:
+    good("plan", "--vllm", "{}", "--max-num-seqs", "8", "--output", "vllm.json")
+    good("plan", "good.yaml", "--output", "own.json")
+    assert "model." not in good("plan", "diff", "own.json", "vllm.json").stdout
+
+
+def test_a_log_of_ranks_asks_for_their_options(home: Path) -> None:
+    """Their steps are merged with both; another rank's log has their number in the same line."""
+    use_traffic(home)
+    (home / "ranks.log").write_text(
+        START.read_text().replace("model='m',", "model='m', data_parallel_size=4,")
+    )
+    command = ("plan", "--vllm", "{}", "--max-num-seqs", "8", "--max-num-batched-tokens", "64")
+    requests = "TIMESTAMP,ContextTokens,GeneratedTokens\n0,5,3\n1,9,4\n"
+    (home / "requests.csv").write_text(requests)
+    files = ("--traffic", "requests.csv", "--step-times", "ranks.log")
+    told = "warning the log is of 4 data-parallel ranks: for requests of all give --data-parallel-size 4;"
+    together = ("--set", "distributed.data_parallel_sync=true")
+    for given, is_told in (((), True), (("-dp", "4"), True), (("-dp", "4", *together), False)):
+        shown = " ".join(good(*command, *files, *given).stdout.split())
+        assert (told in shown) is is_told
 
 
 def test_plan_diff_names_another_speculative_method(home: Path) -> None:
@@ -1434,13 +1460,14 @@ def test_what_a_plan_of_several_sizes_refuses(home: Path) -> None:
         ("plan p.json", "Of a saved plan: `cgplan inspect FILE`, or `cgplan plan check FILE`"),
         (
             "plan --vllm {} --cudagraph-capture-sizes 1 2",
-            """Of vLLM: keys of --vllm '{"cudagraph_capture_sizes": [1, 2, 4]}'""",
+            """Of vLLM: write --vllm '{"cudagraph_capture_sizes": [1, 2, 4]}'""",
         ),
         ("plan --enable-lora", "are vLLM's options: add --vllm '{}'"),
         ("plan --speculative-config {}", "give --speculative-method, --num-speculative-tokens"),
         ("vllm check -O1", """'{"cudagraph_mode": "PIECEWISE"}' for -O1"""),
         ("plan --optimization-level 0", "-O0 has no graph: leave it out"),
-        ("vllm check --data-parallel-size 8", "leave out the rest"),
+        ("vllm check --data-parallel-size 8", "Leave it out: the answer is for one rank"),
+        ("vllm check -dp 8", "Leave it out: the answer is for one rank"),
         (
             "vllm check -cc.cudagraph_mode=FULL",
             """-c. Of vLLM: write --vllm '{"cudagraph_mode": "FULL"}'""",

@@ -64,6 +64,10 @@ def test_steps_beyond_those_measured_are_a_share() -> None:
     traffic = Traffic.of({StepShape(4, 4, True): 3, StepShape(100, 4): 1}, "some")
     run = Run(plan_of(seqs=4, tokens=128).lanes(), traffic, StepTimes.measured(points, "few"))
     assert run.unmeasured == 0.25
+    nearly = StepTimes.measured({key: {1: 5.0, 103: 9.0} for key in points}, "to 103")
+    assert Run(plan_of(seqs=4, tokens=128).lanes(), traffic, nearly).unmeasured == 0, (
+        "it runs in a graph of 104: 1% above is as good as measured"
+    )
     without_piecewise = StepTimes.measured(
         {(CUDAGraphMode.NONE, 0): {1: 9.0, 200: 9.0}, (CUDAGraphMode.FULL, 0): {1: 5.0, 90: 6.0}},
         "no PIECEWISE",

@@ -255,7 +255,8 @@ def test_graphs_of_a_start_are_compared_by_size_and_mode(
     """As many graphs as the plan's five, unless only more bounds allow them; the last but one is lowered by vLLM."""
     plan = build_plan(config_of('{"cudagraph_capture_sizes": [2, 8, 12]}'))
     number = sum(graphs.values()) or len(plan.keys) + max(sizes) // 100
-    said = f"the log is of a start with {number} graphs ({told}), not with 5 graphs"
+    these = "these " if number == 5 else ""
+    said = f"the log is of a start with {number} graphs ({told}), not with {these}5 graphs"
     found = [*logged(mode, sizes, graphs).of_other_options(plan)]
     assert found == ([] if told is None else [said])
 
@@ -425,7 +426,10 @@ def test_a_start_with_other_drafts_is_another(
     log = replace(started(f"{first}\n{rest}"), graphs={})
     found = [*log.of_other_options(plan)]
     assert len(found) == (told is not None)
-    assert all(f" graphs ({told}), not with {len(plan.keys)} graphs" in said for said in found)
+    asked = re.compile(
+        rf" graphs \({re.escape(str(told))}\), not with (these )?{len(plan.keys)} graphs"
+    )
+    assert all(asked.search(said) for said in found)
     assert all(("of the draft model" in said) == (method == "eagle3") for said in found)
 
 
@@ -476,6 +480,48 @@ def test_steps_run_in_the_graphs_of_the_start_before_them() -> None:
         True,
     )
     assert [*logged_steps(LOG.partition("\n")[2])] == []
+
+
+def iteration(rank: int, number: int, prompts: int, decoded: int, milliseconds: float) -> str:
+    return (
+        f"INFO [loggers.py:199] Engine {rank:03d}: Iteration({number}): {int(prompts > 0)} context requests, {prompts} "
+        f"context tokens, {decoded} generation requests, {decoded} generation tokens, iteration elapsed time: "
+        f"{milliseconds:.2f} ms, GPU KV cache usage: 0.1%\n"
+    )
+
+
+def test_ranks_that_run_together_have_the_steps_of_the_largest_in_the_weakest_mode() -> None:
+    """The eager start counts its iterations anew; a rank without requests logs a dummy, which is no step."""
+    start = LOG.splitlines()[0] + "\n"
+    eager = start.replace("FULL_AND_PIECEWISE: (2, 1)", "NONE: 0")
+    lines = [
+        *(start, start),
+        iteration(0, 0, 0, 2, 9.0),
+        *(iteration(0, 1, 0, 2, 2.0), iteration(1, 1, 0, 7, 2.1)),
+        iteration(1, 0, 12, 0, 9.5),
+        *(iteration(1, 2, 0, 3, 2.0), iteration(0, 2, 1, 2, 2.0).replace(" ms,", " ms (dummy),")),
+        *(eager, eager, iteration(0, 1, 0, 3, 20.0), iteration(1, 1, 0, 5, 20.0)),
+    ]
+    text = "".join(lines)
+    assert [*logged_steps(text, in_step=True)] == [
+        (PIECEWISE, 16, 9500, True),
+        (FULL, 8, 2100, False),
+        (FULL, 4, 2000, False),
+        (NONE, 5, 20000, False),
+    ]
+    assert len([*logged_steps(text)]) == 7, "each engine is its own server"
+
+
+def test_iterations_of_ranks_that_do_not_align_in_time_are_refused() -> None:
+    start = LOG.splitlines()[0] + "\n"
+    text = start + "".join(
+        iteration(rank, number, 0, 4, 9.0 if (number + rank) % 5 == 0 else 2.0)
+        for number in range(20)
+        for rank in (0, 1)
+    )
+    assert len([*logged_steps(text)]) == 40
+    with pytest.raises(StepTimeError, match="8 of 20 iterations of one number took unlike times"):
+        [*logged_steps(text, in_step=True)]
 
 
 def test_steps_of_two_models_in_one_file_are_refused() -> None:

@@ -626,6 +626,17 @@ def test_a_table_may_be_in_another_unit_and_a_bench_may_not() -> None:
     assert "PIECEWISE was not measured" in other
 
 
+def test_a_point_that_is_raised_far_is_a_warning() -> None:
+    for smaller, warned in ((10.0, True), (6.0, False)):
+        times = times_of(NONE={1: 20}, FULL={8: smaller, 24: 5})
+        said = [text for text in times.unsure if text.startswith("FULL at 24 tokens took 5.00 us")]
+        assert len(said) is int(warned)
+        assert all(
+            text.endswith("were they steps of other ranks, adapters or contexts?") for text in said
+        )
+        assert any(text.startswith("FULL at 24 tokens") for text in times.notes) is not warned
+
+
 def test_iterations_of_a_vllm_log_are_step_times() -> None:
     text = (Path(__file__).parents[1] / "data" / "vllm_start.log").read_text()
     times = StepTimes.parse(text, "vllm.log")
