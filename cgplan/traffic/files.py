@@ -149,9 +149,10 @@ class Form(Generic[R]):
             column = next(name for name, field in self.columns.items() if field == own)
             column = ".".join([column, *inner])
             problem = wrong["msg"].removeprefix("Value error, ")
+            allowed = self.row.model_fields[own].description or ""
             raise self.error(
                 f"{where}: {column} is {short(wrong['input'])}: {problem}",
-                remedy=self.row_remedy,
+                remedy=f"{self.row_remedy} {allowed}".rstrip(),
             ) from None
         return zip(places, found, strict=True)
 
@@ -385,7 +386,7 @@ class _RequestRow(Record):
     arrival: Annotated[float, Field(ge=0, le=_MOST_US / 1e3)]  # in the unit of its form
     context_tokens: Whole
     generated_tokens: Whole
-    adapter: Whole | None = None
+    adapter: Whole | None = Field(default=None, description="Number adapters 1 to N, in any order.")
     cached_tokens: Whole = 0
     hash_ids: tuple[int, ...] = ()
 
@@ -444,7 +445,6 @@ REQUESTS: tuple[RequestForm[Any], ...] = (
         "a request trace",
         _DatedRow,
         ("TIMESTAMP", "ContextTokens", "GeneratedTokens", "Adapter"),
-        row_remedy="Correct that row; number the adapters 1 to N, in any order.",
     ),
     # HPMLL/BurstGPT, README.md of release v1.2.
     RequestForm(

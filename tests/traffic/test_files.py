@@ -607,8 +607,9 @@ MOON = '{"timestamp": %s, "input_length": 1, "output_length": 1}\n'
             NAMED + "1,1,1,\n1,1,1,sql-lora\n",
             3,
             "Adapter is 'sql-lora': Input should be a valid integer",
-            "number the adapters 1 to N, in any order",
+            "Correct that row. Number adapters 1 to N, in any order.",
         ),
+        (NAMED + "1,-5,1,\n", 2, "ContextTokens is '-5'", "Correct that row."),
         (MOON % '"soon"', 1, "timestamp is 'soon': Input should be a valid number", "Correct"),
         (MOON % "1" + MOON % "Infinity", 2, "timestamp is inf", "Correct"),
         (
