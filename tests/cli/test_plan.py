@@ -1160,11 +1160,12 @@ def test_plan_diff_lists_no_model_that_an_engine_has_by_itself(home: Path) -> No
 
 
 def test_a_log_of_ranks_asks_for_their_options(home: Path) -> None:
-    """Their steps are merged with both; another rank's log has their number in the same line."""
     use_traffic(home)
-    (home / "ranks.log").write_text(
-        START.read_text().replace("model='m',", "model='m', data_parallel_size=4,")
-    )
+    log = START.read_text().replace("model='m',", "model='m', data_parallel_size=4,")
+    other = [
+        line.replace("Engine 000", "Engine 001") for line in log.splitlines() if "Iter" in line
+    ]
+    (home / "ranks.log").write_text("\n".join([log, *other]))
     command = ("plan", "--vllm", "{}", "--max-num-seqs", "8", "--max-num-batched-tokens", "64")
     requests = "TIMESTAMP,ContextTokens,GeneratedTokens\n0,5,3\n1,9,4\n"
     (home / "requests.csv").write_text(requests)

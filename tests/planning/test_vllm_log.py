@@ -520,8 +520,12 @@ def test_iterations_of_ranks_that_do_not_align_in_time_are_refused() -> None:
         for rank in (0, 1)
     )
     assert len([*logged_steps(text)]) == 40
-    with pytest.raises(StepTimeError, match="8 of 20 iterations of one number took unlike times"):
+    with pytest.raises(StepTimeError, match="by number, 8 took unlike times"):
         [*logged_steps(text, in_step=True)]
+    alone = LOG.replace("model='m',", "model='m', data_parallel_size=2,")
+    with pytest.raises(StepTimeError, match="of 0 iterations"):
+        [*logged_steps(alone, in_step=True)]
+    assert [*logged_steps(LOG, in_step=True)] == [*logged_steps(LOG)], "a server of one rank"
 
 
 def test_steps_of_two_models_in_one_file_are_refused() -> None:
