@@ -929,6 +929,7 @@ def test_vllm_check(home: Path) -> None:
         shown,
     )
     assert shown.rstrip().endswith("for graphs")
+    assert unwrapped(good("vllm", "check", *drafted, "--costs", str(START)).stdout) == shown
     as_logged = ("--max-num-batched-tokens", "8,192")
     assert good("vllm", "check", *as_logged).stdout == good("vllm", "check").stdout
     for memory in ("80", "80GiB"):
