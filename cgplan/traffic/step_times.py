@@ -401,8 +401,8 @@ class TimeCurve(Record):
     def beyond(self, floor: str) -> str:
         """On the times beyond the last point."""
         return (
-            f"{self.name} beyond {self.points[-1][0]} tokens was not measured: {self.last_slope:.3g} us for "
-            f"each more token{floor}"
+            f"{self.name} beyond {self.points[-1][0]} tokens was not measured: "
+            f"{self.last_slope:.3g} us for each more token{floor}"
         )
 
     @property
