@@ -207,7 +207,7 @@ def simulate(
             "all drafts count as accepted, so TPOT is too short: --set "
             "speculative.accepted_tokens=N, vLLM's mean acceptance length"
         )
-    passed = sum(len(rank.passed) for rank in engine.ranks) / len(trace.requests)
+    passed = sum(rank.passed for rank in engine.ranks) / len(trace.requests)
     if passed > MANY:
         warnings.append(
             f"{passed:.0%} of the requests wait, as max_loras = {bounds.max_loras} other adapters "
@@ -257,7 +257,8 @@ class _Rank:
             self.slots = -(-bounds.max_num_batched_tokens // bounds.query_len)
         self.waiting: deque[int] = deque()  # indices of requests, ascending
         self.longest_wait = 0
-        self.passed: set[int] = set()  # for want of an adapter's slot
+        self.passed = 0  # requests, for want of an adapter's slot
+        self.last_full = -1  # when such a slot was last missing
         self.last_admission = 0  # but for preempted ones
         self.load = 0
         self.running = 0
@@ -301,8 +302,8 @@ class _Rank:
             if len(adapters) > self.max_loras:
                 known = (other for other in self.waiting if requests[other].adapter in adapters)
                 index = next(known, NEVER)
-                self.passed |= {self.waiting[0]} - {index}
             if index == NEVER:
+                self.last_full = now
                 break
             request = requests[index]
             memory -= request.context_tokens
@@ -313,9 +314,10 @@ class _Rank:
             wanted += request.context_tokens
             self.held += request.context_tokens
             self.running += 1
-            waited = now - self.since[index]
-            self.longest_wait = max(self.longest_wait, waited)
+            since = self.since[index]
+            self.longest_wait = max(self.longest_wait, now - since)
             is_first = index not in self.first
+            self.passed += is_first and since <= self.last_full
             self.last_admission = now if is_first else self.last_admission
             prompts.append(index)
         if not prompts:

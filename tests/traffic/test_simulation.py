@@ -399,6 +399,14 @@ def test_requests_that_wait_for_the_slot_of_an_adapter_are_told(
     ] * told
 
 
+def test_all_requests_that_wait_for_one_adapter_are_counted() -> None:
+    others = [Request(10.0 + index, 5, 10, adapter=2) for index in range(10)]
+    trace = RequestTrace([Request(0.0, 5, 10, adapter=1), *others], "two adapters")
+    bounds = SchedulerBounds(16, 64, max_loras=1)
+    found = simulate(trace, bounds, lambda batch: 10.0).warnings
+    assert [text[:24] for text in found if "max_loras" in text] == ["91% of the requests wait"]
+
+
 def test_idle_time_has_no_steps_and_the_notes_say_how_busy() -> None:
     traffic = simulate(
         RequestTrace([Request(0, 1, 1), Request(90.0, 1, 1)], "two"),
