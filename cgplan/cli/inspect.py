@@ -167,7 +167,7 @@ def check_vllm(
             "Start vLLM with the options of the plan, the last lines above; if vLLM lowered the "
             f"mode, plan again with --costs {file}."
         )
-        if predicted and str(file) in predicted.source:
+        if predicted and predicted.source.endswith(f", {file}"):
             remedy = (
                 f"The costs of the plan are of {file}: with it give the last lines above in place "
                 "of --plan, which is for the log of a new start."

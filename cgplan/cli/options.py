@@ -170,7 +170,7 @@ def yaml_file(text: str) -> Path:
 
 def limit(text: str) -> str:
     if text[-1:].isdigit():
-        raise BadParameter(f"{text} has no unit: write {text}MiB of memory, {text}s of time")
+        raise BadParameter(f"{text} has no unit: add MiB, GiB or B of memory, ms or s of time")
     return "null" if text == "none" else text
 
 

@@ -241,7 +241,7 @@ def run_plan(
         loaded = lowered(loaded, log)
         start = log or priced.log
         is_told = loads.replicas and config.distributed.data_parallel_sync
-        if start and start.ranks > 1 and not is_told:
+        if start and start.ranks > 1 and not (is_told and loads.replicas == start.ranks):
             times = times.changed(unsure=(start.ranks_missing, *times.unsure))
         plan = _for_traffic(
             loaded, loads, priced, times, plans_for, is_emitted=request.emit is not None

@@ -377,7 +377,7 @@ class AddressChecks:
         self.reads = set[str]()
         self.volatile = set[str]()
         self.first_use = set[str]()
-        self.compare_again: Callable[[], None]
+        self.compare_again: Callable[[], object] = never
         self.is_outdated = True
         self.holds: Callable[[], bool] = never
         self._sealed: Fingerprint | None = None

@@ -541,7 +541,8 @@ class _BoxProblem:
         for name in traffic.names:
             most = 1
             for tensor in self.config.inputs.values():
-                most = max(most, tensor.shape.count(name))
+                symbols = [extent.symbol for extent in tensor.extents]
+                most = max(most, symbols.count(name))
             powers.append(most)
         self._powers = np.array(powers)  # how often an input has each size
         given = self.config.budget.model_dump(exclude_none=True)

@@ -179,7 +179,7 @@ def sizes_between(run: Run) -> Iterator[str]:
         yield (
             f"{share:.1%} of the steps run in graphs between measured sizes ({listed(sizes)}): "
             "their times are guessed; measure them: `cgplan bench FILE --set "
-            f"compilation.cudagraph_capture_sizes=[{every}] --output bench.json` (add --set "
+            f"'compilation.cudagraph_capture_sizes=[{every}]' --output bench.json` (add --set "
             "model.target=my_model.py:build if FILE has none), or a start of vLLM with them"
         )
 

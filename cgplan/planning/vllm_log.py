@@ -452,8 +452,13 @@ def logged_steps(
         if runs is not CUDAGraphMode.NONE:
             tokens = sizes[place]
         yield runs, tokens, max(times), is_mixed
-    has_ranks = in_step and {*_RANKS.findall(text)} - {"1"}
-    if unlike > MOST_UNLIKE * together or (has_ranks and not together):
+    if in_step and not together and {*_RANKS.findall(text)} - {"1"}:
+        raise StepTimeError(
+            "no iteration of the log is of several data-parallel ranks",
+            remedy="Give one log that all ranks wrote, not one after another; or a table "
+            "mode,num_tokens,microseconds, with the tokens of the largest rank.",
+        )
+    if unlike > MOST_UNLIKE * together:
         raise StepTimeError(
             f"of {together} iterations that several data-parallel ranks have by number, {unlike} "
             "took unlike times: the log does not tell which iterations were one step",

@@ -471,14 +471,14 @@ class StepTimes(Record):
                 said.append(text)
             if len(raw) < 2:
                 unsure.append(
-                    f"{_name(mode)} was measured at {counted(sizes[0], 'token')} only: taken as "
+                    f"{curve.name} was measured at {counted(sizes[0], 'token')} only: taken as "
                     "long for others; measure those, too"
                 )
             else:
                 said.append(curve.beyond(floor))
             if sizes[0] > FEW and mode is not CUDAGraphMode.PIECEWISE:
                 unsure.append(
-                    f"{_name(mode)} below {sizes[0]} tokens was not measured: taken as long; "
+                    f"{curve.name} below {sizes[0]} tokens was not measured: taken as long; "
                     "measure smaller steps, too: eager ones of an engine by a start without graphs"
                 )
         if modes == {CUDAGraphMode.NONE, CUDAGraphMode.FULL}:

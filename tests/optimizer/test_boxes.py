@@ -469,9 +469,10 @@ def test_batches_without_a_graph_are_told() -> None:
     assert not any("64 x 512" in note for note in evidence_of({(64, 512): 1}, 2).traffic_notes)
 
 
-def test_a_size_that_an_input_has_twice_counts_twice() -> None:
+@pytest.mark.parametrize("height", ["side", "2 * side"])
+def test_a_size_that_an_input_has_twice_counts_twice(height: str) -> None:
     dims = {"batch": {"max": 4}, "side": {"max": 96}}
-    pixels = {"shape": ["batch", 3, "side", "side"], "dtype": "float32", "pad": 0}
+    pixels = {"shape": ["batch", 3, height, "side"], "dtype": "float32", "pad": 0}
     sections: Any = {"inputs": {"x": pixels}, "model": {"output_shapes": ["batch"]}}
     counts = {(1, 64): 1, (1, 96): 1}
     found = evidence_of(counts, 2, names=("batch", "side"), dims=dims, **sections)
