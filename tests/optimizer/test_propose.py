@@ -626,7 +626,7 @@ def test_graphs_between_measured_sizes_are_told_where_times_may_differ(
     for note in told:
         assert "between measured sizes (2, 3): their times are guessed" in note
         assert (
-            "sizes=[1,2,3,4,16] --output bench.json` (add --set model.target=my_model.py:build if"
+            "sizes=[1,2,3,4,16]' --output bench.json` (add --set model.target=my_model.py:build if"
             in note
         )
 
