@@ -3,9 +3,9 @@
 Note [Captures without a warm-up]
     docs/concepts.md, Warm-ups, has the rules. A capture computes nothing before its first replay,
     and graphs of a pool write over each other's memory, so what a capture left may be read before
-    it was computed. So all keys start again, with warm-ups and in a new pool: there what the model
-    keeps has been computed, and lies where no graph writes. So they do where one key failed for no
-    known reason: others may, too.
+    it was computed. Where one leaves something, all keys start again, with warm-ups and in a new
+    pool: there what the model keeps has been computed, and lies where no graph writes. So they do
+    where one key failed for no known reason: others may, too.
     A failed capture has no replay that computes it, so the smallest key of a lane runs ahead of
     captures: a model that keeps something for each size shows it there.
 """
@@ -190,11 +190,12 @@ class Capturer:
             if is_held:
                 left = left or "memory of its pool"
             if left or attempt.has_compiled:
-                if left and mode is not CUDAGraphMode.PIECEWISE:  # whose captures compute
-                    # the replay computes what the model keeps
-                    with random_state_kept(backend.device, graphs.generators):
-                        graphs.run_wrapped(key, graphs.views(descriptor))
-                rehearsal.put_back.count_as_run()
+                if left:
+                    if mode is not CUDAGraphMode.PIECEWISE:  # whose captures compute
+                        # the replay computes what the model keeps
+                        with random_state_kept(backend.device, graphs.generators):
+                            graphs.run_wrapped(key, graphs.views(descriptor))
+                    rehearsal.put_back.count_as_run()
                 graphs.evict([key])
                 return self._again_with_warm_up(attempt, left and f"{attempt} leaves {left}")
         record = self._record_of(attempt, before, memory)
@@ -301,7 +302,8 @@ class Capturer:
         can_watch = not put_back.before.is_compiled and found.error is None
         for _ in range(times):
             log: RunLog | None = None
-            # other sizes write and read other tensors, and so do runs after first use
+            # other sizes and runs after first use write and read other tensors; `unsure`: a first
+            # run's writes that no version shows
             may_differ = (
                 put_back.is_first_run or put_back.has_first_use or key in put_back.storages.unsure
             )

@@ -108,8 +108,8 @@ class ForwardFacts:
         aside: Paths that eager pieces change.
         written: State that comparisons compare and put back.
         overwritten: Ids of storages that each run overwrites unread, as far as looks saw.
-        read_first: Others that a look saw written: another size does not change that.
-        restored: Of ``overwritten``, what comparisons put back: another size may go on with it.
+        read_first: Others that a look saw written; no other size takes them out.
+        restored: Of ``overwritten``, what comparisons put back, as another size may read it.
         is_coarse: In half precision or TensorFloat32.
         outside: Tensors that graphs read, neither the model's nor inputs.
     """
@@ -476,12 +476,12 @@ class ModelGraphs:
         limit = copy_limit(self.config.compilation, self.backend)
         most_compared = 0 if self.real_rows is None else limit  # padding shows in it
         left = limit // 2  # a comparison copies it twice
-        all_written = put_back.storages.by_address.values()
+        all_written = put_back.storages.written.values()
         for written in sorted(all_written, key=lambda each: each.storage.nbytes()):
             tensor = written.tensor
             storage = tensor.untyped_storage()
             nbytes = storage.nbytes()
-            if not written.is_captured:  # graphs do not overwrite it as eager code does
+            if not written.is_captured:  # no graph overwrites it: compare it
                 facts.overwritten.discard(storage._cdata)
             # other views may be written
             whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage)
@@ -689,6 +689,8 @@ class Rehearsal:
             put_back = self.put_back
             if put_back.before.is_compiled and put_back.has_first_use and found.error is None:
                 found.reads |= look_at(capture_visible_because=because).reads
+                if graphs.judges_first_use:
+                    graphs.addresses.first_use |= found.reads.keys() & put_back.last.keys()
             if because is None and found.packages_that_ask and found.host_sync is not None:
                 found = look_at(capture_visible_because=found.host_sync)
         if found.seeded is not None:
@@ -728,7 +730,7 @@ class Rehearsal:
                 addresses.reads.add(path)
             elif id(place.value) in of_pieces and path not in addresses.reads:
                 addresses.volatile.add(path)
-        facts.read_first |= found.written - found.overwritten
+        facts.read_first |= found.written.keys() - found.overwritten
         facts.overwritten |= found.overwritten
         facts.overwritten -= facts.read_first
         facts.bytes_read |= found.bytes_read
@@ -921,6 +923,7 @@ class Rehearsal:
         for path, change in changed.items():
             if path in refused or is_within(path, found.aside):
                 continue
+            # as a growing cache that the look's run made: no look knew its path
             if change.is_of_tensors and change.was.shape != change.now.shape:
                 refused.append(path)
         if refused:

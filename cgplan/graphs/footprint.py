@@ -77,7 +77,8 @@ class Footprint:
         rebound: Changes by graph code of objects that an eager piece was given.
         packages_that_ask: Whose graph code asks for a capture.
         capture_visible_because: The host sync for which they see it.
-        written, storages_read: Ids of storages.
+        written: Operators that first wrote storages, by id.
+        storages_read: Ids of storages.
         overwritten: Those written at given places, unread before.
         bytes_read: By (id, bytes) of the model's storages, and offset: what operators of torch read
             there, whatever the values.
@@ -102,7 +103,7 @@ class Footprint:
     from_inputs: dict[int, StorageWeakRef] = field(default_factory=dict)
     writes_input: Line | None = None
     overwritten: set[int] = field(default_factory=set)
-    written: set[int] = field(default_factory=set)
+    written: dict[int, str] = field(default_factory=dict)
     storages_read: set[int] = field(default_factory=set)
     bytes_read: defaultdict[tuple[int, int], dict[int, int]] = field(
         default_factory=partial(defaultdict, dict),
@@ -122,10 +123,12 @@ def note_writes(
     made = set(map(storage_id, results))
     made.difference_update(given)
     # ids of storages that the run has freed
-    found.written -= made
+    for storage in made:
+        found.written.pop(storage, None)
     found.overwritten -= made
     found.storages_read -= made
-    found.written |= written
+    for storage in written:
+        found.written.setdefault(storage, func._opname)
     overwrites = func._opname in _OVERWRITES
     if overwrites:  # but with `accumulate` or `reduce`
         overwrites = not any(leaf is True or type(leaf) is str for leaf in leaves)

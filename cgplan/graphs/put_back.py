@@ -5,7 +5,8 @@ Note [What is put back]
     a run with such flags was seen to write, though no byte shows it.
 
     changed                   a graph stays           none stays
-    by each run, or later     back                    back
+    by each run, or by a      back                    back
+      later one
       entries of containers   stay                    back
       attributes, before      as the first run left   back
       absent or None          them, where anything
@@ -14,14 +15,13 @@ Note [What is put back]
                                                       unless looks saw state computed from inputs
       tensor, flags unseen    stays                   stays
     on first use and by each  refused                 back
-      run, which write it
-      other numbers of times
+      run, in another way
     by several runs of a key, as first use; if it is a tensor, refused
       then by no more
     by a failed run           Python back at its end, tensors as above
 
     If a change of Python goes back that may be a tensor's flag, so does the tensor. Where
-    `Calls.warm_up` finds an eager kind, first use stays, but flags and containers go back.
+    `Calls.warm_up` finds an eager kind, first use stays bound, but flags and containers go back.
     Small tensors go back ahead of each run, too, as positions must not run past a cache.
 """
 
@@ -61,13 +61,13 @@ class _Bound:
     Attributes:
         first: What the first run left there.
         is_captured: That one was a capture.
-        is_tried: A later run began without the change.
+        began_without: A later run began without the change.
     """
 
     first: Any
     is_captured: bool
     uses: Uses = field(default_factory=Uses)
-    is_tried: bool = False
+    began_without: bool = False
 
 
 class PutBack:
@@ -108,7 +108,7 @@ class PutBack:
         self.value_read: str | None = None
         self.keeps_first_use = True
         self.keeps_containers = True
-        self._growing = set[int]()  # ids of dicts and lists that later runs add to
+        self._growing = set[int]()  # ids of dicts that later runs add to
 
     # --- what runs change -------------------------------------------------------------------------
 
@@ -132,7 +132,7 @@ class PutBack:
         self.storages.begin_run()
         inside = self._now() if enters_made and self.last else None
         for path, known in self._bound.items():
-            known.is_tried |= path not in self.last
+            known.began_without |= path not in self.last
         is_whole = False
         try:
             yield found
@@ -225,7 +225,7 @@ class PutBack:
             if known.is_captured and path in self.last:
                 known.first = self.last[path].now
                 known.is_captured = False
-        for written in self.storages.by_address.values():
+        for written in self.storages.written.values():
             written.version = version_of(written.tensor)
             if written.is_small and written.path in self.storages.newly_written:
                 written.is_captured = False
@@ -284,7 +284,7 @@ class PutBack:
             container, _ = change.where or (None, None)
             if id(container) in self._growing:
                 continue
-            # a flag of state that goes back, too
+            # a flag: what it says was filled in place goes back, too
             if type(change.now) in PLAIN and not self.keeps_containers:
                 continue
             if container is None and not is_of_inputs:
@@ -323,17 +323,17 @@ class PutBack:
         of_first_use = _runs_of(self.made)
         steady = set(filter(self.is_steady, self._bound))
         found = []
-        for written in self.storages.by_address.values():
+        for written in self.storages.written.values():
             if is_within(written.path, steady):  # each run binds another tensor
                 continue
             uses = written.uses
             versions = self._by_key(uses.runs, of_first_use)
-            overwrites = self._by_key(uses.overwrites, of_first_use)
+            ways = self._by_key(uses.ways, of_first_use)
             is_irregular = uses.stopped and (uses.repeated or written.is_filled_again)
             first, later = versions
             if not later:  # its flag stays, its bytes would not
                 is_irregular |= bool(first) and not uses.is_first_use
-            for begun, gone_on in (versions, overwrites):
+            for begun, gone_on in (versions, ways):
                 for key in begun.keys() & gone_on.keys():
                     is_irregular |= begun[key] != gone_on[key]
             if is_irregular:
@@ -342,12 +342,12 @@ class PutBack:
 
     def _by_key(
         self,
-        of_runs: Mapping[int, int],
+        of_runs: Mapping[int, object],
         of_first_use: set[int],
-    ) -> tuple[dict[object, int], dict[object, int]]:
+    ) -> tuple[dict[object, object], dict[object, object]]:
         """Of runs of first use, and of later ones."""
-        first = dict[object, int]()
-        later = dict[object, int]()
+        first = dict[object, object]()
+        later = dict[object, object]()
         for number, value in of_runs.items():
             found = first if number in of_first_use else later
             found[self._runs[number]] = value
@@ -368,7 +368,7 @@ class PutBack:
             if reference is None or reference.expired():
                 continue
             is_first = is_within(path, made)
-            written = storages.by_address.get(address)
+            written = storages.written.get(address)
             if written:
                 is_first = written.uses.is_first_use
                 if not written.shows:
@@ -384,18 +384,9 @@ class PutBack:
         """Containers lose what runs put in or exchange, but only if no graph stays."""
         change = self.last.get(path)
         keeps = self.keeps_first_use and self.keeps_containers
-        return change is None or self._can_undo(
-            change,
-            containers=not keeps,
-        )
-
-    def _can_undo(
-        self,
-        change: Change,
-        *,
-        containers: bool,
-    ) -> bool:
-        return (containers and change.where is not None) or self.before.is_attribute(change)
+        if change is None or (not keeps and change.where):
+            return True
+        return self.before.is_attribute(change)
 
     # --- putting back -----------------------------------------------------------------------------
 
@@ -414,10 +405,10 @@ class PutBack:
             if path in made or not self.may_undo(path):
                 if known.uses.is_first_use:
                     of_made.update(known.uses.runs)
-            elif not known.is_tried:
+            elif not known.began_without:
                 of_undone.update(known.uses.runs)
-        self.outcome.clear()
-        for written in self.storages.by_address.values():
+        self.outcome.clear()  # rewinds noted some
+        for written in self.storages.written.values():
             uses = written.uses
             if of_made.issuperset(uses.runs):
                 stays = uses.is_first_use

@@ -45,9 +45,9 @@ class Uses:
         runs: With versions written, if it is a tensor.
         by_later_run: Not each was its key's first one.
         repeated: Two runs of a key did.
-        skipped: Some run that ended did not.
+        skipped: Some run did not.
         stopped: A later run of such a key did not.
-        overwrites: Whether watched runs wrote it unread.
+        ways: The operator by which watched runs wrote it first, and whether unread.
     """
 
     runs: dict[int, int] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class Uses:
     repeated: bool = False
     skipped: bool = False
     stopped: bool = False
-    overwrites: dict[int, bool] = field(default_factory=dict)
+    ways: dict[int, object] = field(default_factory=dict)
     _keys: set[object] = field(default_factory=set)
 
     def count(
@@ -151,7 +151,7 @@ class Written:
             self.is_captured |= run.captures
             return
         shows = self.shows
-        if not run.computes:  # only a version would show
+        if not run.computes:  # a write shows by its version alone
             shows = all(uses.runs.values())
         uses.miss(run, is_sure=shows)
         self.fill_again()
@@ -198,8 +198,8 @@ class WrittenStorages:
 
     Attributes:
         copied: Bytes by kind of copy.
-        watched: Ids of storages that operators of this run wrote, and, of those, overwrote unread,
-            if operators were watched.
+        watched: Ids of storages that operators of this run wrote, with the first operator, and, of
+            those, overwrote unread, if operators were watched.
         newly_written: Paths of tensors that the last run wrote, and another one did not.
         unsure: Keys whose first run wrote what others did not, and no version shows it.
         lost: Paths of tensors that were copied only after a run had written them.
@@ -211,13 +211,13 @@ class WrittenStorages:
         limit: int,
     ) -> None:
         self._limit = limit
-        self.by_address: dict[int, Written] = {}
+        self.written: dict[int, Written] = {}
         self.copied = Counter[Outcome]()
         self.newly_written: list[str] = []
         self.unsure = set[object]()
         self.lost: list[str] = []
         self._unowned: dict[int, _Unowned] = {}
-        self.watched: tuple[set[int], set[int]] | None = None
+        self.watched: tuple[dict[int, str], set[int]] | None = None
         self.of_model = by_address(before)
         self._versioned = list[Place]()
         self._versions = list[int]()  # ahead of the run
@@ -253,12 +253,12 @@ class WrittenStorages:
                 address = storage.data_ptr()
             except (RuntimeError, NotImplementedError):
                 continue
-            if not address or address in self.by_address:
+            if not address or address in self.written:
                 continue
             if address in self.of_model:
                 copied = self._copies.get(address)
                 copied = copied or self._copied(*self.of_model[address], storage)
-                self.by_address[address] = copied
+                self.written[address] = copied
                 continue
             if not adopts:
                 continue
@@ -318,7 +318,7 @@ class WrittenStorages:
 
     def rewind(self) -> None:
         """Small ones, but what is made on first use."""
-        for written in self.by_address.values():
+        for written in self.written.values():
             if written.is_small and not written.uses.is_first_use:
                 written.fill(written.copy)
 
@@ -331,12 +331,12 @@ class WrittenStorages:
             return
         for address, (path, tensor) in by_address(state()).items():
             known = self._unowned.get(address)
-            if known is None or known.reference.expired() or address in self.by_address:
+            if known is None or known.reference.expired() or address in self.written:
                 continue
             _, copy, version = known
             if copy is not None:
                 self.copied["device"] += copy.nbytes()
-            self.by_address[address] = Written(
+            self.written[address] = Written(
                 path,
                 tensor,
                 tensor.untyped_storage(),
@@ -356,7 +356,7 @@ class WrittenStorages:
                     continue
                 storage = place.value.untyped_storage()
                 address = storage.data_ptr()
-                if address in self.by_address:
+                if address in self.written:
                     continue
                 written = self._copies.get(address)
                 if written is None:
@@ -365,15 +365,15 @@ class WrittenStorages:
                     # without a copy the report says "not kept"
                     if run.computes and written.copy is not None:
                         self.lost.append(place.path)
-                self.by_address[address] = written
-            for written in self.by_address.values():
+                self.written[address] = written
+            for written in self.written.values():
                 is_seen = None
                 if self.watched is not None:
                     seen, overwritten = self.watched
                     storage = written.storage._cdata
                     is_seen = storage in seen
                     if is_seen:
-                        written.uses.overwrites[run.number] = storage in overwritten
+                        written.uses.ways[run.number] = seen[storage], storage in overwritten
                 written.count_run(run, is_seen=is_seen)
                 if run.number in written.uses.runs and written.uses.skipped:
                     self.newly_written.append(written.path)
@@ -384,7 +384,7 @@ class WrittenStorages:
 
     def clear(self) -> None:
         """Drop copies: an exception's frames may hold this object for long."""
-        self.by_address.clear()
+        self.written.clear()
         self._copies.clear()
         self.copied.clear()
 

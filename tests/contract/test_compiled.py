@@ -268,3 +268,31 @@ def test_what_compiled_kernels_write_is_put_back_where_others_are_watched() -> N
         ) as runner:
             kept = {state.path: state.kept for state in runner.report.state}
         assert kept["model.counts"] == "device"
+
+
+class Positions(nn.Module):
+    """A table of first use, which a longer input makes anew, read by compiled code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table: Tensor | None = None
+
+    @torch.compile(backend="eager")
+    def add(self, x: Tensor, table: Tensor) -> Tensor:
+        return x + table[: len(x)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None or len(self.table) < len(x):
+            self.table = torch.arange(2.0 * len(x), device=x.device).reshape(-1, 2)
+        return self.add(x, self.table)
+
+
+def test_a_longer_table_does_not_end_the_graphs_of_compiled_code(backend: GraphBackend) -> None:
+    model = Positions().eval()
+    spec = Input(shape=("num_tokens", 2), dtype="float32", pad=0)
+    sizes = {"cudagraph_capture_sizes": [1, 2]}
+    device = backend.device.type
+    with closing(cgplan.capture(model, {"x": spec}, compilation=sizes, device=device)) as runner:
+        for size in (2, 5, 2, 1):
+            x = torch.rand(size, 2, device=device)
+            torch.testing.assert_close(runner(x=x), model(x))

@@ -250,7 +250,7 @@ def test_only_what_is_written_is_copied_and_restore_may_be_called_again() -> Non
     assert (
         kept.storages.copied["device"] == 24
     )  # also of small state that no operator was seen to write
-    assert [written.path for written in kept.storages.by_address.values()] == [
+    assert [written.path for written in kept.storages.written.values()] == [
         "x.steps",
         "x.log[0]",
     ]
