@@ -3,8 +3,8 @@
 Note [Lanes]
 ~~~~~~~~~~~~
 One lane or two are solved exactly. Of more, each lane gets its best list in turn for what the
-others leave to it, and graphs go from lane to lane, until nothing is better; then one graph more is
-added. The bound there is that of a graph for each size.
+others leave to it, and graphs go from lane to lane, until nothing is better than that, or than one
+lane alone; then one graph more is added. The bound there is that of a graph for each size.
 
 Note [Limits]
 ~~~~~~~~~~~~~
@@ -487,19 +487,30 @@ class Search:
 
     def _in_turns(self) -> Floats:
         """Totals by graphs, see Note [Lanes]."""
-        found = self._plans[0]
+        nothing = self._plans[0]
+        found = nothing
         total = self._total(found)
-        totals = np.full(self.limits.graphs + 1, total)
+        most = self.limits.graphs
+        totals = np.full(most + 1, total)
+        alone = [self._turn(nothing, n, most) for n in range(len(nothing))]
+        ends = [turn.least[-1] for turn in alone]
+        least = min(ends, default=np.inf)
         for count in range(1, totals.size):
             graphs = sum(map(len, found))
             plan, better = self._improved(found, count)
+            for n, turn in enumerate(alone):
+                expected = turn.least[count]
+                if _is_less(expected, better):
+                    plan = _with(nothing, n, turn.sizes(count))
+                    better = expected
             if better < total:
                 found = plan
                 total = better
-            elif graphs < count - 1:  # two more graphs brought nothing
+            elif graphs < count - 1 and least >= total:  # two more graphs brought nothing
                 break
             for n, sizes in enumerate(found):
-                shorter = _with(found, n, sizes[:-1])
+                fewer = sizes[:-1]
+                shorter = _with(found, n, fewer)
                 if self._total(shorter) <= total:  # others took its batches
                     found = shorter
             self._plans.append(found)
@@ -538,8 +549,7 @@ class Search:
                     turn = turns[n]
                     if other is not best:
                         turn = self._turn(other, n, count)
-                    end = int(turn.ends[count])
-                    other = _with(other, n, turn.paths.sizes(count, end))
+                    other = _with(other, n, turn.sizes(count))
                 found = self._total(other)
                 if _is_less(found, total):
                     best = other
@@ -579,6 +589,10 @@ class _Turn(NamedTuple):
     paths: Paths
     least: Floats
     ends: Ints
+
+    def sizes(self, graphs: int) -> list[int]:
+        end = int(self.ends[graphs])
+        return self.paths.sizes(graphs, end)
 
 
 def _changes(

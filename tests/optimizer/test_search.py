@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from plans import Costs, lists_of, plan_of, propose
 
@@ -352,8 +352,50 @@ def test_curves_of_several_lanes_are_within_their_gap(instance: Instance) -> Non
     assert (np.diff(found.value) <= 1e-9 * found.value[0]).all(), "a graph more does not hurt"
 
 
+FREE = Costs(pool=0, static=0, workspace=0, each=0, seconds=1, slope=0, once=0)
+
+
+def four_lanes(
+    counts: dict[StepShape, float], times: dict[CUDAGraphMode, list[float]], *, most: int
+) -> Instance:
+    """``times``: of 1, 2, ... tokens."""
+    points = {(mode, 0): dict(enumerate(steps, 1)) for mode, steps in times.items()}
+    return Instance(
+        lanes_of(BOTH, (0, 2)),
+        bounds(1, most, max(map(len, times.values()))),
+        Traffic.of(counts, "by hand"),
+        StepTimes.measured(points, "by hand"),
+    )
+
+
+# From a graph for decode steps and one for mixed ones, the two graphs for all steps with adapters are
+# three lists away.
+THREE_LISTS_AWAY = four_lanes(
+    {
+        StepShape(1, 1, False, 0): 1,
+        StepShape(1, 1, True, 0): 1,
+        StepShape(1, 1, True, 2): 1,
+        StepShape(2, 2, True, 0): 2,
+    },
+    {NONE: [4, 5], PIECEWISE: [2, 3], FULL: [2, 2]},
+    most=1,
+)
+# One graph or two save nothing.
+THREE_OR_NONE = four_lanes(
+    {
+        **{StepShape(n, n, True, 0): weight for n, weight in {1: 9, 2: 9, 3: 2}.items()},
+        StepShape(1, 1, False, 0): 1,
+        StepShape(1, 1, False, 2): 1,
+    },
+    {NONE: [4, 7, 20], PIECEWISE: [4, 7, 20], FULL: [4, 7, 10]},
+    most=3,
+)
+
+
 @settings(max_examples=60, deadline=None)
 @given(instance=FOUR_LANES, costs=LINES, limits=BUDGETS)
+@example(instance=THREE_LISTS_AWAY, costs=FREE, limits=Limits(2))
+@example(instance=THREE_OR_NONE, costs=FREE, limits=Limits(4))
 def test_four_lanes_are_close_to_the_best(instance: Instance, costs: Costs, limits: Limits) -> None:
     """The ends are improved one at a time, which may stop short; a plan of one kind of graph is never missed."""
     problem, every = instance.problem(costs), brute_force(instance, costs)
