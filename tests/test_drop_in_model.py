@@ -1533,6 +1533,17 @@ def test_a_compiled_call_that_graphs_replace_is_told(
     assert told in caplog.text
 
 
+def test_a_cache_that_is_longer_than_the_positions_of_the_model_is_told(
+    backend: GraphBackend, caplog: pytest.LogCaptureFixture
+) -> None:
+    lm = decoder(backend)
+    lm.config.max_position_embeddings = 32
+    assert "positions" not in cgplan.graphed_generate(lm, max_cache_len=32).explain()
+    told = "max_cache_len is 33, and max_position_embeddings of the model is 32: a longer text"
+    assert told in cgplan.graphed_generate(lm, max_cache_len=33).explain()
+    assert told in caplog.text
+
+
 def test_generate_that_graphs_do_not_see_is_told(
     backend: GraphBackend, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -67,14 +67,14 @@ def _of_call(
 
 
 def _of_hugging_face(name: str, kwargs: dict[str, Any]) -> str:
-    from cgplan.models.hf import find_config, read_config
+    from cgplan.models.hf import build, find_config, read_config
 
     if name != "transformers":
         kwargs = {"config_file": find_config(name), **kwargs}
     whole = read_config(kwargs.get("config"), kwargs.get("config_file"))
     config = whole.get_text_config(decoder=True)
     words = getattr(config, "vocab_size", 1)
-    length = kwargs.get("max_cache_len", 512)
+    declared = {**(build.__kwdefaults__ or {}), **kwargs}
     reason = "the target takes one for each row"
     row = (True, ("num_tokens",), "int64")
     tokens = InputGuess(
@@ -89,9 +89,9 @@ def _of_hugging_face(name: str, kwargs: dict[str, Any]) -> str:
         *row,
         f"{reason}; -1: padding",
         -1,
-        (0, length),
+        (0, declared["max_cache_len"]),
     )
-    return starting_yaml("transformers", kwargs, [tokens, positions])
+    return starting_yaml("transformers", kwargs, [tokens, positions], declared["max_batch_size"])
 
 
 def _first_layers(module: nn.Module) -> dict[str, tuple[str, nn.Module]]:

@@ -159,7 +159,13 @@ class InputGuess(NamedTuple):
     example: tuple[int, int] | None = None
 
 
-def starting_yaml(target: str, kwargs: Mapping[str, Any], inputs: Sequence[InputGuess]) -> str:
+def starting_yaml(
+    target: str,
+    kwargs: Mapping[str, Any],
+    inputs: Sequence[InputGuess],
+    rows: int | None = None,
+) -> str:
+    """``rows``: as many as the target takes."""
     model: dict[str, Any] = {"target": target}
     hint = "  # kwargs: {hidden_size: 64}       # keyword arguments of the target\n"
     if kwargs:
@@ -169,7 +175,10 @@ def starting_yaml(target: str, kwargs: Mapping[str, Any], inputs: Sequence[Input
     head = "inputs:\n"
     if not any(guess.required for guess in inputs):
         head = "inputs: {}\n  # all have defaults: uncomment some and drop {}, or use --call\n"
-    return f"{_HEAD}\n{text}{hint}{_MODEL_HINT}\n{head}{''.join(map(_input, inputs))}\n{_REST}"
+    return (
+        f"{_HEAD}\n{text}{hint}{_MODEL_HINT}\n{head}{''.join(map(_input, inputs))}\n"
+        + _REST.format(requests=rows or 256, tokens=rows or 8192)
+    )
 
 
 def inline_yaml(value: Any) -> str:
@@ -226,6 +235,6 @@ compilation:
   on_miss: eager                    # batches without a graph; error: they are refused
 
 scheduler:
-  max_num_seqs: 256                 # the largest batch of your server, in requests or pictures
-  max_num_batched_tokens: 8192      # tokens in one batch at most; of pictures as max_num_seqs
+  max_num_seqs: {requests!s:<19} # the largest batch of your server, in requests or pictures
+  max_num_batched_tokens: {tokens!s:<9} # tokens in one batch at most; of pictures as max_num_seqs
 """

@@ -563,8 +563,16 @@ def graphed_generate(
             remedy="Leave compiler out. PIECEWISE needs splitting_modules, such as "
             '["model.layers.*.self_attn"].',
         )
+    learner = vars(g)["_learner"]
+    text = model.config.get_text_config(decoder=True)
+    longest = getattr(text, "max_position_embeddings", None) or max_cache_len
+    if longest < max_cache_len:
+        learner.tell_once(
+            f"max_cache_len is {max_cache_len}, and max_position_embeddings of the model is "
+            f"{longest}: a longer text fails if positions are learned, else it is beyond training"
+        )
     if getattr(model, "_compiled_call_impl", None):
-        vars(g)["_learner"].tell_once(
+        learner.tell_once(
             "lm.compile() has no effect: set lm.forward = torch.compile(lm.forward) before"
         )
     model.forward = g

@@ -88,12 +88,17 @@ def test_init_of_a_hugging_face_model_captures_as_it_is(home: Path) -> None:
     assert (positions.dtype, positions.pad, positions.example) == ("int64", -1, (0, 16)), (
         "-1 writes nothing"
     )
+    assert config.scheduler.max_num_seqs == config.scheduler.max_num_batched_tokens == 64, (
+        "the rows of its cache"
+    )
     result = good("capture", "my.yaml", "--device", "cpu", "--json")
     assert len(CaptureReport.model_validate_json(result.stdout).records) == 6
     text, _ = started(
         home, "transformers", "--kwargs", "{config_file: tiny/config.json, max_cache_len: 16}"
     )
     assert text == (home / "my.yaml").read_text()
+    _, config = started(home, "tiny", "--kwargs", "{max_batch_size: 48}")
+    assert config.scheduler.max_num_seqs == config.scheduler.max_num_batched_tokens == 48
 
 
 def test_init_finds_a_model_in_the_cache_of_hugging_face(
