@@ -65,6 +65,7 @@ class Priced(NamedTuple):
     machine: Machine | None = None
     failed: Mapping[Key, str] = MappingProxyType({})  # keys of the report without a graph, and why
     log: StartLog | None = None
+    doubts: tuple[str, ...] = ()
 
     def plan_of(self, plan: Plan) -> Plan:
         predicted = None if self.costs is None else self.costs.of(plan.keys)
@@ -80,8 +81,11 @@ def costs_of(loaded: LoadedConfig, given: str | None) -> Priced:
     text = read_text(given, ReportError, _REMEDY)
     log = StartLog.parse(text)
     if log:
-        costs = GraphCosts.from_vllm_log(log, lowered(loaded, log).config, given)
-        return Priced(costs, log=log)
+        config = lowered(loaded, log).config
+        costs = GraphCosts.from_vllm_log(log, config, given)
+        plan = build_plan(config)
+        doubts = tuple(log.of_other_options(plan)) if any(log.other_memory(plan)) else ()
+        return Priced(costs, log=log, doubts=doubts)
     if not text.lstrip().startswith("{"):
         raise ReportError(f"{given}: {without_graphs(text)}", remedy=_REMEDY)
     report = parse_report(text, given)
@@ -211,6 +215,7 @@ def run_plan(
     given = vllm.options if vllm else NO_OPTIONS
     if request.sglang is not None:
         given = read_sglang(request.sglang)
+    given = given._replace(costs=request.costs or "", output=str(request.output or ""))
     engine = request.engine
     path = request.path if vllm is None else None
     loaded = read_config(request.path, settings) if vllm is None else vllm.loaded
@@ -237,12 +242,8 @@ def run_plan(
     if config.dims and (has_traffic or request.costs or request.emit):
         plan = _for_sizes(config, loads, priced, is_emitted=request.emit is not None)
     elif has_traffic:
-        times, log = _times_of(loads, loaded.config, priced)
+        times, log = _times_of(loads, loaded.config, priced, loads.replicas)
         loaded = lowered(loaded, log)
-        start = log or priced.log
-        is_told = loads.replicas and config.distributed.data_parallel_sync
-        if start and start.ranks > 1 and not (is_told and loads.replicas == start.ranks):
-            times = times.changed(unsure=(start.ranks_missing, *times.unsure))
         plan = _for_traffic(
             loaded, loads, priced, times, plans_for, is_emitted=request.emit is not None
         )
@@ -296,17 +297,18 @@ def run_check(path: Path, loads: Loads, max_regret: float | None, shown: Shown) 
     config = plan.settings.with_values("budget", **budget)
     _check_loads(config, loads)
     _refuse_varlen(config)
-    times, _ = _times_of(loads, config, Priced(None))
     rules: dict[str, Any] = {"insurance": 0.0, "replicas": 1}
+    if made:
+        rules = {name: getattr(made, name) for name in RULES}
+    if loads.replicas:
+        rules["replicas"] = loads.replicas
+    times, _ = _times_of(loads, config, Priced(None), rules["replicas"])
     if made:
         if made.step_times and not loads.step_times:
             times = times.model_validate(made.step_times)
         elif times.source != made.times_source:
             other = f"the plan was made with other step times: {made.times_source}"
             times = times.changed(notes=(other, *times.notes))
-        rules = {name: getattr(made, name) for name in RULES}
-    if loads.replicas:
-        rules["replicas"] = loads.replicas
     from cgplan.optimizer.decisions import Planner  # numpy from here on
 
     sources = _sources(config, loads, plan, rules["replicas"])
@@ -319,19 +321,21 @@ def run_check(path: Path, loads: Loads, max_regret: float | None, shown: Shown) 
             source=plan.predicted.source,
             workspace_bytes=plan.predicted.workspace_bytes,
         )
-    check = Planner(times, sources, costs, **rules).check(config, plan)
+    command = getattr(plan.emission, "command", "") or "cgplan plan FILE"
+    command += f" --traffic FILE --step-times FILE --output {path}"
+    lifted = f"{command} --mode best --memory none"
+    check = Planner(times, sources, costs, **rules).check(config, plan, lifted)
     shown.publish(check)
     if check.slo_missed:
         raise RegretError(
             f"{path} on {check.traffic_source} misses its SLO: {check.slo_missed}",
             remedy="Plan for this traffic with the same --slo, or loosen the SLO.",
         )
-    command = getattr(plan.emission, "command", "") or "cgplan plan FILE"
     if max_regret is not None and max(check.regret, check.decode_regret or 0) > max_regret:
         raise RegretError(
             f"{path} on {check.traffic_source}: {check.verdict}; --max-regret is "
             f"{max_regret * 100:g}%",
-            remedy=f"Plan for this traffic: `{command} --traffic FILE --output {path}`.",
+            remedy=f"Plan for this traffic: `{command}`.",
         )
 
 
@@ -452,7 +456,7 @@ def _for_sizes(
     from cgplan.traffic.step_times import REMEDY, StepSurface
 
     surface = None
-    doubts: list[str] = []
+    doubts = [*priced.doubts]
     file = loads.step_times
     if file:
         text = read_text(file, StepTimeError, REMEDY)
@@ -530,18 +534,27 @@ def _for_traffic(
 # --- traffic and step times -----------------------------------------------------------------------
 
 
-def _times_of(loads: Loads, config: Config, priced: Priced) -> tuple[StepTimes, StartLog | None]:
+def _times_of(
+    loads: Loads,
+    config: Config,
+    priced: Priced,
+    replicas: int | None,
+) -> tuple[StepTimes, StartLog | None]:
     from cgplan.traffic.step_times import REMEDY, StepTimes
 
+    times, log = StepTimes.default(), None
+    doubts = [*priced.doubts]
     file = loads.step_times
-    if not file:
-        return StepTimes.default(), None
-    text = read_text(file, StepTimeError, REMEDY)  # once: it may be a pipe
-    log = StartLog.parse(text)
-    doubts = tuple(_doubts(text, log, file, config, priced))
     in_step = config.distributed.data_parallel_sync
-    times = StepTimes.parse(text, file, in_step=in_step)
-    return times.changed(unsure=doubts + times.unsure), log
+    if file:
+        text = read_text(file, StepTimeError, REMEDY)  # once: it may be a pipe
+        log = StartLog.parse(text)
+        doubts += _doubts(text, log, file, config, priced)
+        times = StepTimes.parse(text, file, in_step=in_step)
+    start = log or priced.log
+    if start and start.ranks > 1 and not (in_step and replicas == start.ranks):
+        doubts.append(start.ranks_missing)
+    return times.changed(unsure=(*doubts, *times.unsure)), log
 
 
 def _doubts(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 from cgplan.config import Config
@@ -191,8 +191,8 @@ class Planner:
             decisions=tuple(reasons),
         )
 
-    def check(self, config: Config, plan: Plan) -> PlanCheck:
-        """A plan on these loads, which it need not have been made for."""
+    def check(self, config: Config, plan: Plan, command: str) -> PlanCheck:
+        """A plan on these loads, which it need not have been made for; ``command`` plans anew."""
         loads = self.steps(config, plan)
         traffic = Traffic.mixed(loads)
         times = self.times
@@ -243,7 +243,18 @@ class Planner:
             verdict = f"{judged}; {verdict}"
         elif self.slo:
             verdict = f"SLO not judged, as the traffic counts steps: give requests; {verdict}"
+        eager = sum(use.share for use in run.uses if use.size is None)
+        if eager:
+            verdict = f"{eager:.1%} of the steps run eagerly; {verdict}"
         unsure, notes = times.said_for(plan.mode)
+        inputs = replace(anew.inputs, loads=loads)
+        mode, shortest = self._without_budget(inputs)
+        shorter = 1 - shortest / own.expected_us
+        if shorter > NOTABLE and not self.slo:
+            unsure += (
+                f"this check keeps the plan's mode {plan.mode} and its budget; in mode {mode}, "
+                f"without a budget, steps are up to {shorter:.0%} shorter: `{command}`",
+            )
         return PlanCheck(
             traffic_source=traffic.source,
             traffic_weight=traffic.total,
@@ -257,6 +268,15 @@ class Planner:
             verdict=times.doubt + verdict,
             slo_missed=missed,
         )
+
+    def _without_budget(self, inputs: PlanInputs) -> tuple[CUDAGraphMode, float]:
+        """The mode with the shortest step, if each batch had a graph of its own size."""
+        found = [(inputs.base.mode, math.inf)]
+        for mode, config in self._in_modes(inputs.config):
+            with suppress(StepTimeError):
+                problem = replace(inputs, config=config).problem_of_seen
+                found.append((mode, problem.infinite_us))
+        return min(found, key=itemgetter(1))
 
     # --- one plan ---------------------------------------------------------------------------------
 
@@ -447,11 +467,9 @@ class Planner:
         with suppress(BudgetError):
             asked = self._planned(config, of_first=self.any_mode)
             found.append((config, asked))
-        for mode in self._modes if self.any_mode else ():
-            other = config.with_values("compilation", cudagraph_mode=mode)
+        for mode, other in self._in_modes(config) if self.any_mode else ():
             with suppress(BudgetError, ModeError, PlanError, StepTimeError):  # it is not planned
-                is_other = mode is not build_plan(config).mode
-                if is_other and mode is build_plan(other).mode:
+                if mode is not build_plan(config).mode:
                     planned = self._planned(other, of_first=True)
                     found.append((other, planned))
         if not found:
@@ -462,6 +480,19 @@ class Planner:
             return pair[1].run.expected_us > longest, pair[1].plan.num_graphs
 
         return sorted(found, key=place)
+
+    def _in_modes(
+        self,
+        config: Config,
+    ) -> Iterator[tuple[CUDAGraphMode, Config]]:
+        for mode in self._modes:
+            other = config.with_values(
+                "compilation",
+                cudagraph_mode=mode,
+            )
+            with suppress(ModeError, PlanError):
+                if build_plan(other).mode is mode:
+                    yield mode, other
 
     def _mode_change(self, by_mode: ByMode, best: PlannedGraphs) -> Iterator[str]:
         assert self._today

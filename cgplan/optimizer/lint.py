@@ -21,17 +21,23 @@ WIDE = 0.25  # padding, as a share of the tokens that run
 SELDOM = 0.005  # share of the steps, or of their time, below which padding does not matter
 
 
+def doubts(plan: Plan, run: Run) -> tuple[str, ...]:
+    """Why the plan may be for other steps than those to come."""
+    return (
+        *_unmeasured_sizes(plan, run),
+        *_lora_cases(plan, run),
+    )
+
+
 def lint(plan: Plan, run: Run) -> tuple[str, ...]:
-    """All warnings about a plan for the traffic of ``run``. Raises StepTimeError where times of a
+    """Other warnings about a plan for the traffic of ``run``. Raises StepTimeError where times of a
     mode are missing.
     """
     return (
-        *_unmeasured_sizes(plan, run),
         *_traffic_cliffs(plan, run),
         *_scheduler_cliffs(plan, run),
         *_beyond_the_scheduler(plan, run),
         *_uneven_sizes(plan),
-        *_lora_cases(plan, run),
         *_wide_steps(run),
         *_unused_modes(plan, run),
     )
@@ -143,6 +149,7 @@ def _cliff(plan: Plan, run: Run, batch: StepShape) -> str | None:
 
 
 def _unmeasured_sizes(plan: Plan, run: Run) -> Iterator[str]:
+    lanes: dict[str, list[str]] = {}
     for lane, sizes in plan.lanes().items():
         most = run.times.measured_to(lane.mode, lane.num_active_loras)
         beyond = [size for size in sizes if size > ABOUT * most]
@@ -150,10 +157,13 @@ def _unmeasured_sizes(plan: Plan, run: Run) -> Iterator[str]:
         if beyond:
             if lane.uniform and plan.query_len > 1:
                 how = f": vLLM without drafts runs them with --max-num-seqs {beyond[-1]}"
-            yield (
-                f"{lane}: steps were measured up to {most} tokens, the gain of {listed(beyond)} is "
+            text = (
+                f"steps were measured up to {most} tokens, the gain of {listed(beyond)} is "
                 f"extrapolated{how}"
             )
+            lanes.setdefault(text, []).append(str(lane))
+    for text, names in lanes.items():
+        yield f"{'; '.join(names)}: {text}"
 
 
 def sizes_between(run: Run) -> Iterator[str]:
@@ -242,9 +252,13 @@ def _lora_cases(plan: Plan, run: Run) -> Iterator[str]:
                 "eagerly"
             )
     elif plan.max_loras is not None:
-        for case in sorted(set(cases) - used):
-            graphs = counted(cases.count(case), "graph")
-            yield f"LoRA case {case} is never seen: no batch of the traffic runs in its {graphs}"
+        unseen = sorted(set(cases) - used)
+        graphs = sum(case in unseen for case in cases)
+        if unseen:
+            yield (
+                f"LoRA cases {listed(unseen)} are never seen: no batch of the traffic runs in "
+                f"their {counted(graphs, 'graph')}"
+            )
     beyond = loras > most
     if beyond.any():
         allowed = (

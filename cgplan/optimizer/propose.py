@@ -40,7 +40,7 @@ from cgplan.optimizer.evidence import (
     limit_words,
     of_costs,
 )
-from cgplan.optimizer.lint import lint, rows_without_graphs, sizes_between
+from cgplan.optimizer.lint import doubts, lint, rows_without_graphs, sizes_between
 from cgplan.optimizer.problem import (
     Lists,
     Problem,
@@ -483,7 +483,7 @@ class PlannedGraphs:
         ladders = {name: self._ladder(name, ladder) for name, ladder in inputs.ladders.items()}
         asked = ASKED_FOR if ASKED_FOR in ladders else inputs.asked
         told, times_notes = run.times.said_for(plan.mode)
-        unsure = [*told, *run.traffic.warnings]
+        unsure = [*told, *run.traffic.warnings, *doubts(plan, run)]
         doubt = ""
         if run.unmeasured > MOST_UNMEASURED:
             beyond = f"{run.unmeasured:.0%} of the steps have sizes that were not measured"

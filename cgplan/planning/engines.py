@@ -88,6 +88,7 @@ class EngineOptions(NamedTuple):
         ranks: Attention DP ranks, which share the bounds.
         decided: Options given for what the plan decides.
         kept: Keys of vLLM's compilation config that no plan decides.
+        costs, output: As the command that plans has them.
     """
 
     multiple: int = 1
@@ -95,6 +96,8 @@ class EngineOptions(NamedTuple):
     ranks: int = 1
     decided: tuple[str, ...] = ()
     kept: Mapping[str, Any] = MappingProxyType({})
+    costs: str = ""
+    output: str = ""
 
 
 NO_OPTIONS = EngineOptions()
@@ -388,7 +391,7 @@ def emit(plan: Plan, engine: Engine, given: EngineOptions = NO_OPTIONS) -> Emiss
     """
     if engine == "sglang":
         return _sglang(plan, given)
-    return _vllm(plan, given.kept) if engine == "vllm" else _trtllm(plan)
+    return _vllm(plan, given) if engine == "vllm" else _trtllm(plan)
 
 
 def with_emission(plan: Plan, engine: Engine, given: EngineOptions = NO_OPTIONS) -> Plan:
@@ -398,7 +401,7 @@ def with_emission(plan: Plan, engine: Engine, given: EngineOptions = NO_OPTIONS)
     return plan.changed(emission=emit(plan, engine, given))
 
 
-def _vllm(plan: Plan, kept: Mapping[str, Any]) -> Emission:
+def _vllm(plan: Plan, given: EngineOptions) -> Emission:
     mode, q, most = _captured_mode(plan), plan.query_len, plan.max_loras or 0
     is_v2 = plan.key_rules == "vllm_v2"
     sizes = list(plan.capture_sizes)
@@ -422,7 +425,7 @@ def _vllm(plan: Plan, kept: Mapping[str, Any]) -> Emission:
         bounds += f" --enable-lora --max-loras {most}"
     if by_count:
         bounds += " --specialize-active-lora"
-    kept = {**kept}
+    kept = {**given.kept}
     if most and not plan.settings.compilation.cudagraph_specialize_lora:
         kept["cudagraph_specialize_lora"] = False
     config = {**kept, "cudagraph_mode": mode.name if sizes else "NONE"}
@@ -437,7 +440,7 @@ def _vllm(plan: Plan, kept: Mapping[str, Any]) -> Emission:
             "with enable_sp vLLM drops sizes that are no multiple of --tensor-parallel-size, and "
             f"does not start if the largest is none: these are multiples of {step}. For "
             "multiples of 8 plan without --traffic and --step-times: "
-            f"`{_command(plan, again, bounds)}`"
+            f"`{_command(plan, again, bounds, given.costs, given.output)}`"
         )
     text = json.dumps(config)
     read = read_vllm(
@@ -469,11 +472,17 @@ def _vllm(plan: Plan, kept: Mapping[str, Any]) -> Emission:
         # else both runners capture the same
         environment=("VLLM_USE_V2_MODEL_RUNNER=0",) if is_v1 else (),
         notes=tuple(notes),
-        command=_command(plan, kept, bounds),
+        command=_command(plan, kept, bounds, given.costs),
     )
 
 
-def _command(plan: Plan, compilation: Mapping[str, Any], bounds: str) -> str:
+def _command(
+    plan: Plan,
+    compilation: Mapping[str, Any],
+    bounds: str,
+    costs: str,
+    output: str = "",
+) -> str:
     command = f"cgplan plan --vllm {shlex.quote(json.dumps(compilation))} {bounds}"
     if plan.key_rules != "vllm_v2":
         command += " --runner v1"
@@ -482,12 +491,15 @@ def _command(plan: Plan, compilation: Mapping[str, Any], bounds: str) -> str:
     for name, value in plan.simulated.get("speculative", {}).items():
         option = "--speculative-method " if name == "method" else f"--set speculative.{name}="
         command += f" {option}{value}"
+    for option, file in (("--costs", costs), ("--output", output)):
+        if file:
+            command += f" {option} {shlex.quote(file)}"
     return command
 
 
 def _sglang(plan: Plan, given: EngineOptions) -> Emission:
     asked = _requests(plan)
-    multiple, in_requests, ranks, decided, _ = given
+    multiple, in_requests, ranks, decided, *_ = given
     step = multiple if in_requests else multiple // gcd(multiple, plan.query_len)
     decode = _rounded_up(asked, step)
     tokens = _sizes(plan, CUDAGraphMode.PIECEWISE)

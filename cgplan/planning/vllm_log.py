@@ -109,6 +109,7 @@ class StartLog:
     @classmethod
     def parse(cls, text: str) -> StartLog | None:
         """None if the log does not tell how long the captures took."""
+        ranks = _ranks_of(text)
         parts = text.split(_START)
         starts = [place for place, part in enumerate(parts) if _FINISHED.search(part)]
         if not starts:
@@ -161,7 +162,7 @@ class StartLog:
             method=drafts and drafts[1],
             max_loras=most if given else None,
             support=support and AttentionSupport[support],
-            ranks=int(["1", *_RANKS.findall(text)][-1]),
+            ranks=ranks,
         )
 
     @property
@@ -252,11 +253,10 @@ class StartLog:
         for word, sizes in (("without", had - has), ("with", has - had)):
             if sizes:
                 found.append(f"{word} sizes {listed(sorted(sizes))}")
-        if not found and is_alike:
-            unsure = "" if self.max_num_seqs else "--max-num-seqs, --max-loras or "
-            found.append(f"another {unsure}attention backend")
-        elif not found:
+        if not found and not is_alike:
             found.append("vLLM has one list of sizes for all modes: plan by --emit vllm")
+        elif not found and not self.max_num_seqs:
+            found.append("it does not tell its --max-num-seqs")
         counts = []
         for mode, count in own.items():
             other = "" if count == of_plan[mode] else f", not {of_plan[mode]}"
@@ -359,6 +359,10 @@ class StartLog:
         )
 
 
+def _ranks_of(text: str) -> int:
+    return max(map(int, _RANKS.findall(text)), default=1)
+
+
 def lowered(loaded: LoadedConfig, log: StartLog | None) -> LoadedConfig:
     """With the attention of the log's start, unless it was given."""
     if not log or log.support is None or "compilation.attention_support" in loaded.origins:
@@ -452,7 +456,7 @@ def logged_steps(
         if runs is not CUDAGraphMode.NONE:
             tokens = sizes[place]
         yield runs, tokens, max(times), is_mixed
-    if in_step and not together and {*_RANKS.findall(text)} - {"1"}:
+    if in_step and not together and _ranks_of(text) > 1:
         raise StepTimeError(
             "no iteration of the log is of several data-parallel ranks",
             remedy="Give one log that all ranks wrote, not one after another; or a table "

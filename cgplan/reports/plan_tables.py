@@ -177,6 +177,7 @@ def said(plan: Plan, brief: bool = False) -> list[Fact]:
         warnings += evidence.get(name, ())
     weighed = labelled("weighed", evidence.get("decided", ()))
     weighed += labelled("weighed", evidence.get("decisions", ()))
+    notes = [text for text in notes if text not in warnings]
     told = labelled("warning", warnings) + labelled("note", notes)
     shown = max(MOST_SAID - len(weighed), len(warnings))
     left = len(told) - shown
@@ -608,10 +609,11 @@ def _beside(points: Sequence[LadderPoint], *more: Column) -> Grid:
 def _check(check: PlanCheck) -> RenderableType:
     rows = [
         ("verdict", check.verdict),
+        *labelled("warning", check.warnings),
         ("step times", check.times_source),
         ("traffic", f"{check.traffic_source}: {check.traffic_weight:,.0f} steps"),
+        *labelled("note", check.notes),
     ]
-    rows += labelled("warning", check.warnings) + labelled("note", check.notes)
     own = check.points[0]
     whole = own.expected_us
 

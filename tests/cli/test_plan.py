@@ -625,7 +625,8 @@ def test_plan_says_whose_step_times_it_uses(home: Path) -> None:
     assert plan.evidence["verdict"].startswith(doubt)
     check = good("plan", "check", "plan.json", "--traffic", "traffic.csv", "--json")
     # a ladder of more graphs may be a little better
-    assert re.match(rf"{re.escape(doubt)}regret 0\.\d\d%", json.loads(check.stdout)["verdict"])
+    verdict = json.loads(check.stdout)["verdict"]
+    assert re.match(rf"{re.escape(doubt)}.*regret 0\.\d\d%", verdict)
     own = ("plan", "--vllm", "{}", "--traffic", "traffic.csv", "--step-times", "bench.json")
     assert "--compilation-config" not in good(*own).stdout
     bench = json.loads(Path("bench.json").read_text())
@@ -1176,6 +1177,24 @@ def test_a_log_of_ranks_asks_for_their_options(home: Path) -> None:
     for given, is_told in (((), True), (("-dp", "4"), True), (("-dp", "4", *together), False)):
         shown = " ".join(good(*command, *files, *given).stdout.split())
         assert (told in shown) is is_told
+    good(*command, *files, "--output", "plan.json")
+    checked = good("plan", "check", "plan.json", *files).stdout
+    assert told in " ".join(checked.split())
+    default = good(*command, *files[:2], "--costs", "ranks.log").stdout
+    assert told in " ".join(default.split())
+
+
+def test_costs_of_another_number_of_adapters_are_a_warning_above_the_sizes(home: Path) -> None:
+    use_traffic(home)
+    given = "INFO non-default args: {'max_num_seqs': 8, 'enable_lora': True, 'max_loras': 2}\n"
+    (home / "start.log").write_text(given + START.read_text())
+    command = ("plan", "--vllm", "{}", "--max-num-seqs", "8", "--max-num-batched-tokens", "64")
+    files = ("--traffic", "traffic.csv", "--step-times", "times.csv", "--costs", "start.log")
+    for most, is_told in (("4", True), ("2", False)):
+        shown = good(*command, "--enable-lora", "--max-loras", most, *files).stdout
+        assert ("--max-loras 2, not 4" in " ".join(shown.split())) is is_told
+        head, *_ = re.split(r"^ *sizes ", shown, flags=re.MULTILINE)
+        assert (" warning the log is of a start with " in " ".join(head.split())) is is_told
 
 
 def test_plan_diff_names_another_speculative_method(home: Path) -> None:
@@ -1231,7 +1250,8 @@ def test_a_plan_on_other_traffic(home: Path) -> None:
     four, in_seven, two = 100 + 600 / 7, 100 + 1200 / 7, 100 + 200 / 7
     failed = cgplan_command(*check, "tomorrow.csv", "--max-regret", "46%", "--json")
     assert failed.exit_code == errors.RegretError.exit_code
-    assert "`cgplan plan FILE --traffic FILE --output plan.json`" in unwrapped(failed.stderr)
+    anew = "cgplan plan FILE --traffic FILE --step-times FILE --output plan.json"
+    assert f"`{anew}`" in unwrapped(failed.stderr)
     config = '{"cudagraph_mode": "FULL", "pass_config": {"enable_sp": true}}'
     drafts = (
         "--enable-lora",
@@ -1251,7 +1271,7 @@ def test_a_plan_on_other_traffic(home: Path) -> None:
     told = (
         """`cgplan plan --vllm '{"pass_config": {"enable_sp": true}}' --max-num-seqs 16 """
         "--max-num-batched-tokens 8192 --enable-lora --max-loras 2 --num-speculative-tokens 1 "
-        "--speculative-method ngram --traffic FILE"
+        "--speculative-method ngram --traffic FILE --step-times FILE"
     )
     assert told in unwrapped(missed.stderr)
     found = PlanCheck.model_validate_json(failed.stdout)
@@ -1259,6 +1279,13 @@ def test_a_plan_on_other_traffic(home: Path) -> None:
         (0.9 * in_seven + 0.1 * two) / (0.9 * four + 0.1 * two) - 1
     )
     assert found.decode_regret == pytest.approx(in_seven / four - 1)
+    (warning,) = found.warnings
+    assert "in mode FULL, without a budget, steps are up to" in warning
+    assert found.verdict.startswith("regret ")
+    assert warning.endswith(f"`{anew} --mode best --memory none`")
+    good(*command[:-4], "--output", "unbounded.json")
+    told = good("plan", "check", "unbounded.json", "--traffic", "traffic.csv").stdout
+    assert "without a budget" not in told
     assert [(use.size, use.share, use.step_us, use.own_us) for use in found.uses] == [
         (2, 0.1, pytest.approx(two), pytest.approx(two)), (7, 0.9, pytest.approx(in_seven), pytest.approx(four)),
     ]  # fmt: skip
@@ -1269,6 +1296,18 @@ def test_a_plan_on_other_traffic(home: Path) -> None:
     assert good("inspect", "check.json").stdout.splitlines()[3:] == shown.splitlines()[3:]
     for share in ("some", "5", "-1%"):
         assert cgplan_command(*check, "tomorrow.csv", "--max-regret", share).exit_code == 2
+
+
+def test_a_check_tells_the_steps_without_graphs_first(home: Path) -> None:
+    command = (*use_traffic(home), "--max-graphs", "1", "--insurance", "0")
+    good(*command, "--output", "plan.json")
+    (home / "large.csv").write_text("num_tokens,count\n8,9\n1,1\n")
+    plan = plan_of(*command)
+    eager = 0.9 if plan.max_capture_size < 8 else 0
+    assert eager
+    check = ("plan", "check", "plan.json", "--traffic", "large.csv", "--json")
+    found = PlanCheck.model_validate_json(good(*check).stdout)
+    assert found.verdict.startswith("90.0% of the steps run eagerly; regret ")
 
 
 def test_a_ladder_that_is_better_is_a_regret_where_no_budget_bars_it(home: Path) -> None:

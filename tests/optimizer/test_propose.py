@@ -749,7 +749,7 @@ def test_lora_cases_that_are_not_told_apart_are_planned_as_one() -> None:
     assert {key.num_active_loras for _, key in unseen.plan.keys} == {0}
     assert told not in unseen.evidence.unsure
     assert any(
-        "batches with adapters would run eagerly" in warning for warning in unseen.evidence.warnings
+        "batches with adapters would run eagerly" in warning for warning in unseen.evidence.unsure
     )
 
 

@@ -596,8 +596,11 @@ def test_the_command_of_sizes_for_sequence_parallelism_has_the_adapters_and_draf
     options |= {"max_loras": 4, "num_speculative_tokens": 3, "speculative_method": "eagle"}
     accepted = "speculative.accepted_tokens=2.5"
     found = read(json.dumps(given), **options, overrides=[accepted])
-    notes = emit(build_plan(found.loaded.config), "vllm", found.options).notes
-    command = notes[0].split("`")[1]
+    files = found.options._replace(costs="start.log", output="my plan.json")
+    emission = emit(build_plan(found.loaded.config), "vllm", files)
+    assert emission.command.endswith(" --costs start.log")
+    command, files_told = emission.notes[0].split("`")[1].split(" --costs ")
+    assert files_told == "start.log --output 'my plan.json'"
     assert command.endswith(
         " --max-num-seqs 64 --max-num-batched-tokens 512 --enable-lora --max-loras 4 "
         f"--num-speculative-tokens 3 --speculative-method eagle --set {accepted}"
