@@ -164,22 +164,24 @@ class Planner:
             for made, its in by_slo:
                 by_mode[made.plan.mode] = made, its
         reasons = list[str]()
+        notes = [*planned.plan.notes]
         if self.any_mode:
             decided += self._mode_change(by_mode, planned)
-            reasons += self._mode_notes(
+            notes += self._mode_notes(
                 by_mode,
                 planned,
             )
+        if planned.plan.draft_keys:
+            notes.append(
+                "max_graphs counts the draft model's graphs; step times do not, nor costs but "
+                "those of a log with drafts"
+            )
+        planned = planned.with_plan(notes=tuple(notes))
         plan = planned.plan
         if miss and len(self._requests) > 1:
             reasons.append(f"of {len(self._requests)} loads {miss.requests.source}: {miss.text}")
         reasons += self._memory_notes(planned)
         reasons += self._other_bounds(config, self._shown(miss))
-        if plan.draft_keys:
-            reasons.append(
-                "max_graphs counts the draft model's graphs; step times do not, nor costs but "
-                "those of a log with drafts"
-            )
         return planned.explained(
             service=tuple(self._points(config, plan, miss)),
             slo=tuple(self.slo),

@@ -417,7 +417,7 @@ def _answer(
         Column("tokens/s", "service.tokens_per_s", "{:.0f}".format),
         words=extrapolated,
     )
-    yield Facts("Why", [*_reasons(plan, evidence), *told])
+    yield Facts("Why", [*_reasons(plan, evidence, whole), *told])
 
 
 def _longer(load: LoadPoint) -> float:
@@ -516,27 +516,33 @@ def _padding_map(found: PaddingMap) -> RenderableType | None:
     return titled(f"Padding of the batches up to each {first} and {second}", *lines)
 
 
-def _reasons(plan: Plan, evidence: Evidence) -> Iterator[Fact]:
-    expected = evidence.expected_us
+def _assumptions(plan: Plan, evidence: Evidence) -> Iterator[Fact]:
     yield "traffic", f"{evidence.traffic_source}: {evidence.traffic_weight:,.0f} steps"
     yield "costs", predicted_by(plan.predicted) if plan.predicted else "not known: give --costs"
     yield "rule", evidence.rule
-    included = f"lower bound {format_microseconds(evidence.lower_bound_us)}"
     if evidence.insurance:
-        included = "with insurance"
         unseen = "of the steps have sizes not seen, to the largest that may come, max_num_seqs"
         yield "insurance", f"{evidence.insurance:.0%} {unseen} = {plan.max_num_seqs}"
+    loads = evidence.loads
     if evidence.other_loads:
-        included = "with loads"
-        if evidence.insurance:
-            included = "with insurance, loads"
-        loads = evidence.loads
         names = dict.fromkeys(load.source.partition(":")[0] for load in loads[1:])
         told = f"{evidence.other_loads:.0%} of steps: {', '.join(names)}"
         longest = max(map(_longer, loads))
         yield "loads", f"{told}; steps {longest:+z.1%} at worst"
-    bound = format_microseconds(expected.bound)
-    yield "step", f"{format_microseconds(expected.plan)} expected; bound {bound}"
+    bound = format_microseconds(evidence.expected_us.bound)
+    yield "step", f"{format_microseconds(evidence.expected_us.plan)} expected; bound {bound}"
+
+
+def _reasons(plan: Plan, evidence: Evidence, whole: bool) -> Iterator[Fact]:
+    if whole:
+        yield from _assumptions(plan, evidence)
+    included = f"lower bound {format_microseconds(evidence.lower_bound_us)}"
+    if evidence.insurance:
+        included = "with insurance"
+    if evidence.other_loads:
+        included = "with loads"
+        if evidence.insurance:
+            included = "with insurance, loads"
     proof = "lower bound reported"
     if evidence.unmeasured > MOST_UNMEASURED:
         proof = "extrapolated: most steps have sizes that were not measured"

@@ -213,7 +213,8 @@ def test_plan_for_requests_is_made_with_the_step_times_of_the_plan(home: Path) -
     assert insured is not None
     assert insured["insurance"] == 0.1
     shown = unwrapped(good(*command).stdout)
-    assert "the largest that may come, max_num_seqs = " in shown
+    whole = unwrapped(good(*command, "--verbose").stdout)
+    assert "the largest that may come, max_num_seqs = " in whole
     assert re.search("times and costs; with insurance, loads +binding", shown)
     plan = plan_of(*command, "--insurance", "0")
     for objective, loads in (("robust", "with loads"), ("mean", r"lower bound [0-9.]+ us")):

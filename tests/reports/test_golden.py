@@ -14,7 +14,7 @@ from saved import SAVED, golden_report, golden_text, plan_named
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
 from cgplan.planning import Plan
 from cgplan.planning.difference import compare
-from cgplan.reports import render_text
+from cgplan.reports import render, render_text
 from cgplan.reports.layout import plain_text
 from cgplan.reports.plan_tables import brief, render_difference
 from cgplan.reports.records import FailedKey, ReplanReport
@@ -86,7 +86,8 @@ def test_a_load_whose_steps_are_longer_is_a_warning_above_the_sizes(
         bound = changed.changed(evidence={**(changed.evidence or {}), "binding": [limit]})
         shown = " ".join(plain_text(brief(bound), 100).split())
         assert (f"; a {remedy} shortens it" in shown) is is_told
-        assert f"steps {us / 100 - 1:+.1%} at worst" in shown
+        whole = " ".join(plain_text(render(bound), 100).split())
+        assert f"steps {us / 100 - 1:+.1%} at worst" in whole
 
 
 def test_a_next_graph_for_insured_batches_is_not_one_for_the_traffic() -> None:
