@@ -34,7 +34,8 @@ from cgplan.config import Config, Dim
 from cgplan.errors import BudgetError, ConfigError, PlanError
 from cgplan.modes import Key
 from cgplan.optimizer.evidence import (
-    NOTHING_SAVED,
+    EAGER_ROW,
+    NOT_WORTH_IT,
     Evidence,
     Expected,
     LadderPoint,
@@ -881,12 +882,25 @@ class _BoxProblem:
             each = surface._replace(values=surface.eager).at(batches)
             least = np.minimum(least, each)
             eager = float(self._weights @ each) / self._total
-            compared["eager"] = eager
+            compared[EAGER_ROW] = eager
         bound = float(self._weights @ least) / self._total
+        near = bound * (1 + NO_GAIN)
         ladders = []
+        if eager is not None:
+            no_graph = own.changed(
+                name=EAGER_ROW,
+                graphs=0,
+                bytes=own.bytes and 0,
+                seconds=own.seconds and 0.0,
+                expected_us=eager,
+                padding=0.0,
+                unused=0,
+                no_gain=eager <= near,
+            )
+            ladders.append(no_graph)
         for name, other in grids.items():
             ladder = self._point(name, other)
-            is_near = eager is not None and ladder.expected_us <= bound * (1 + NO_GAIN)
+            is_near = eager is not None and ladder.expected_us <= near
             ladders.append(ladder.changed(no_gain=is_near))
             words = f"with {name} ({counted(ladder.graphs, 'graph')})"
             compared[words] = ladder.expected_us
@@ -903,8 +917,8 @@ class _BoxProblem:
         verdict = f"steps {', '.join(found)}"
         warnings = []
         unsure = [] if surface else [NO_TIMES]
-        if eager == bound:
-            verdict = f"{NOTHING_SAVED}; {verdict}"
+        if eager is not None and step > eager * (1 - NO_GAIN):
+            verdict = f"{NOT_WORTH_IT}: {verdict}"
         if surface:
             verdict = surface.doubt + verdict
         beyond = self.traffic.beyond

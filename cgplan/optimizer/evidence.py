@@ -10,7 +10,9 @@ from cgplan.units import counted
 
 ASKED_FOR = "asked for"
 NO_BATCH = "no batch would run in it"
+EAGER_ROW = "eager"
 NOTHING_SAVED = "no graph saves time for this traffic: eager steps take no longer"
+NOT_WORTH_IT = "no graph of this plan is worth it"
 MOST_UNMEASURED = 0.5  # share of the steps, above which a plan is extrapolated
 PlanLimit = Literal["max_graphs", "memory", "capture_time", "slo"]
 
@@ -59,7 +61,8 @@ class ParetoPoint(Record):
 
 
 class LadderPoint(ParetoPoint):
-    """A ladder, the sizes that the configuration lists, or the graphs asked for in another mode.
+    """A ladder, the sizes that the configuration lists, the graphs asked for in another mode, or no
+    graph (``EAGER_ROW``).
 
     Attributes:
         unused: Graphs that run no batch.

@@ -3,7 +3,7 @@ with figures.
 """
 
 from bisect import bisect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -166,7 +166,7 @@ def _unmeasured_sizes(plan: Plan, run: Run) -> Iterator[str]:
         yield f"{'; '.join(names)}: {text}"
 
 
-def sizes_between(run: Run) -> Iterator[str]:
+def sizes_between(plan: Plan, run: Run) -> Iterator[str]:
     """A note on graphs between measured sizes whose times differ so much that a step may, too."""
     sizes = []
     share = may_differ = 0.0
@@ -185,13 +185,25 @@ def sizes_between(run: Run) -> Iterator[str]:
         share += use.share
         may_differ += use.share * (above - below)
     if may_differ > BETWEEN * run.expected_us and OF_ANOTHER_MODEL not in run.times.unsure:
-        every = ",".join(map(str, sorted(measured.union(sizes))))
         yield (
             f"{share:.1%} of the steps run in graphs between measured sizes ({listed(sizes)}): "
-            "their times are guessed; measure them: `cgplan bench FILE --set "
-            f"'compilation.cudagraph_capture_sizes=[{every}]' --output bench.json` (add --set "
-            "model.target=my_model.py:build if FILE has none), or a start of vLLM with them"
+            f"their times are guessed; measure them: {bench_of(plan, measured.union(sizes))}, or a "
+            "start of vLLM with them"
         )
+
+
+def bench_of(plan: Plan, sizes: Iterable[int]) -> str:
+    """The command that measures those sizes that the scheduler's bounds allow."""
+    allowed = []
+    for size in sorted(sizes):
+        if size <= plan.max_num_batched_tokens:
+            allowed.append(str(size))
+    listing = ",".join(allowed)
+    command = f"cgplan bench FILE --set 'compilation.cudagraph_capture_sizes=[{listing}]'"
+    if plan.config["compilation"]["max_cudagraph_capture_size"] is not None:
+        command += " --set compilation.max_cudagraph_capture_size=null"
+    target = "--set model.target=my_model.py:build"
+    return f"`{command} --output bench.json` (add {target} if FILE has none)"
 
 
 def _beyond_the_scheduler(plan: Plan, run: Run) -> Iterator[str]:

@@ -25,8 +25,10 @@ from cgplan.errors import BudgetError, PlanError
 from cgplan.modes import CUDAGraphMode, Key
 from cgplan.optimizer.evidence import (
     ASKED_FOR,
+    EAGER_ROW,
     MOST_UNMEASURED,
     NO_BATCH,
+    NOT_WORTH_IT,
     NOTHING_SAVED,
     Evidence,
     Expected,
@@ -40,7 +42,7 @@ from cgplan.optimizer.evidence import (
     limit_words,
     of_costs,
 )
-from cgplan.optimizer.lint import doubts, lint, rows_without_graphs, sizes_between
+from cgplan.optimizer.lint import bench_of, doubts, lint, rows_without_graphs, sizes_between
 from cgplan.optimizer.problem import (
     Lists,
     Problem,
@@ -237,10 +239,12 @@ class PlanInputs:
     @cached_property
     def ladders(self) -> dict[str, Plan]:
         """Plans of the ladders that fit the configuration, by name; ``configured`` for the sizes
-        that it lists, first the graphs asked for in another mode.
+        that it lists, before them no graph, and the graphs asked for in another mode.
         """
         config = self.config
         found = {}
+        if self.base.keys and config.compilation.on_miss == "eager":
+            found[EAGER_ROW] = self.base.changed(keys=())
         if self.today and self.today.mode is not self.base.mode:
             found[ASKED_FOR] = self.today
         most = config.compilation.max_cudagraph_capture_size
@@ -488,12 +492,14 @@ class PlannedGraphs:
         if run.unmeasured > MOST_UNMEASURED:
             beyond = f"{run.unmeasured:.0%} of the steps have sizes that were not measured"
             doubt = f"extrapolated, as {beyond}: "
-            size = max(plan.max_capture_size, *run.batches.num_tokens.astype(int))
-            largest = f"compilation.max_cudagraph_capture_size={size}"
+            largest = max(plan.max_capture_size, int(run.batches.num_tokens.max()))
+            size = min(largest, plan.max_num_batched_tokens)
+            doublings = (1 << power for power in range(size.bit_length()))
+            command = bench_of(plan, {*doublings, size})
             unsure.append(
-                f"measure first: `cgplan bench FILE --set {largest} --output bench.json`, or of "
-                f"vLLM two starts, at loads up to {size} tokens (docs/planning.md, For vLLM), or "
-                "the engine's own benchmark; then give --step-times"
+                f"measure first: {command}, or of vLLM two starts, at loads up to {size} tokens "
+                "(docs/planning.md, For vLLM), or the engine's own benchmark; then give "
+                "--step-times"
             )
         unbounded = self._unbounded
         if unbounded:
@@ -742,7 +748,7 @@ class PlannedGraphs:
 
     def _notes(self) -> Iterator[str]:
         plan = self.plan
-        yield from sizes_between(self.run)
+        yield from sizes_between(plan, self.run)
         yield from rows_without_graphs(plan, self.run)
         planned = self.inputs.lora_cases
         merged = [str(case) for case in plan.lora_cases if case not in planned]
@@ -765,22 +771,20 @@ class PlannedGraphs:
             return OUTWEIGHED
         graphs = self.plan.graph_words
         expected = self.run.expected_us
-        if self.inputs.problem_of_seen.saved <= 0 and self.run.missed.all():
-            eager = format_microseconds(expected)
-            theirs = ""
+        alone = self.inputs.problem_of_seen
+        eager = alone.eager_total / alone.weight
+        if self._change(eager, {}) > -NO_GAIN and not self.for_slo:
+            took = f"{format_microseconds(eager)} a step, this plan {format_microseconds(expected)}"
+            verdict = f"{NOT_WORTH_IT}: eager takes {took}"
             if ladder:
-                theirs = f", {format_microseconds(ladder.expected_us)} with {ladder.words}"
-            return (
-                f"{NOTHING_SAVED} ({eager} a step{theirs}); the plan's {graphs} are for batches "
-                "that it does not show: serve eagerly, or keep your sizes"
-            )
+                verdict += f", {ladder.words} {format_microseconds(ladder.expected_us)}"
+            if self.run.missed.all():
+                verdict += f"; the plan's {graphs} are for batches that the traffic does not show"
+            return verdict
         if ladder is None:
             return f"{format_microseconds(expected)} a step with {graphs}"
         theirs = f"with {ladder.words}"
-        ran = self._run_of(self.inputs.ladders[ladder.name].lanes())
-        in_graphs = ~(ran.missed & self.run.missed)
-        of_graphs = np.average(ran.microseconds * in_graphs, weights=ran.weights)
-        change = (expected - ladder.expected_us) / max(of_graphs, EXACT)
+        change = self._change(ladder.expected_us, self.inputs.ladders[ladder.name].lanes())
         if change > NO_GAIN:
             return (
                 f"steps that graphs run are {change:.1%} longer than {theirs}, with {graphs}: "
@@ -795,6 +799,13 @@ class PlannedGraphs:
         if change < -NO_GAIN:
             return f"steps that graphs run are {-change:.1%} shorter than {theirs}, with {graphs}"
         return f"steps within 1% of those {theirs}, with {graphs}"
+
+    def _change(self, expected_us: float, lists: Lists) -> float:
+        """How much longer than with these graphs the steps are that graphs of either run."""
+        theirs = self._run_of(lists)
+        in_graphs = ~(theirs.missed & self.run.missed)
+        of_graphs = np.average(theirs.microseconds * in_graphs, weights=theirs.weights)
+        return float((self.run.expected_us - expected_us) / max(of_graphs, EXACT))
 
     def _keeps(self, ladder: LadderPoint | None) -> bool:
         """Whether the graphs asked for are as good as the plan, and not more."""

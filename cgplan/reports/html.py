@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from jinja2 import StrictUndefined, Template
 
 from cgplan.modes import Key
-from cgplan.optimizer.evidence import Evidence, PaddingMap, ParetoPoint, SizeUse
+from cgplan.optimizer.evidence import Evidence, PaddingMap, SizeUse
 from cgplan.planning import Plan
 from cgplan.planning.plan import Emission, Lane, Predicted
 from cgplan.reports.layout import Bytes, Column, Fact, Facts, Grid, TextColumn, percent, render
@@ -376,10 +376,7 @@ def _sizes(plan: Plan) -> Section:
 def _curve(evidence: Evidence) -> Section:
     best = "the best with so many graphs"
     points = [evidence.as_point("this plan"), *evidence.ladders, *evidence.pareto]
-    eager = evidence.expected_us.eager
-    if eager is not None:
-        points.append(ParetoPoint(graphs=0, expected_us=eager))
-    name = TextColumn("plan", lambda row: getattr(row, "name", best if row.graphs else "eager"))
+    name = TextColumn("plan", lambda row: getattr(row, "name", best))
     return Section(
         "Graphs against step time",
         "Expected step: the best plan of each number of graphs, this plan, ladders, and no graph.",

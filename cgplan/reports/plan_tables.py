@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import groupby, pairwise
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
@@ -381,10 +382,7 @@ def _answer(
         other = "smaller" if "slo" in evidence.binding else "larger"
         rows.append(("warning", f"{worst.source}: {took}; a {other} --{limits} shortens it"))
     told = [row for row in said(plan, brief=not whole) if row not in rows]
-    times = evidence.times_source
-    if evidence.expected_us.eager is not None:
-        times += f"; eager takes {format_microseconds(evidence.expected_us.eager)} a step"
-    rows.append(("step times", times))
+    rows.append(("step times", evidence.times_source))
     rows += [row for row in _rows(plan) if row[0] in ("mode", "LoRA cases")]
     if sizes:
         rows.append(("sizes", sizes))
@@ -460,7 +458,7 @@ def _details(evidence: Evidence) -> Iterator[RenderableType | None]:
         )
         yield figures(
             "Fewest graphs that do as well as a ladder",
-            evidence.ladders,
+            list(filter(attrgetter("graphs"), evidence.ladders)),
             _LADDER,
             GRAPHS,
             Column("unused"),

@@ -655,6 +655,14 @@ def test_a_plan_beyond_the_measured_sizes_is_extrapolated_not_proven(home: Path)
         )
         assert (of_vllm is not None) is told
         assert (advice in unwrapped(made.stderr)) is told
+        if told:
+            few = "scheduler.max_num_batched_tokens=4", "compilation.max_cudagraph_capture_size=4"
+            bounded = [part for setting in few for part in ("--set", setting)]
+            bounded += ["--set", "compilation.cudagraph_capture_sizes=null"]
+            shown = unwrapped(good(*command[:-1], name, *bounded).stdout)
+            _, pasted, _ = shown.partition("measure first")[2].split("`", 2)
+            assert "'compilation.cudagraph_capture_sizes=[1,2,4]'" in pasted
+            good(*shlex.split(pasted.replace("FILE", "good.yaml"))[1:])
         evidence = load_plan(home / "made.json").evidence
         assert evidence is not None
         assert evidence["verdict"].startswith("extrapolated, as ") is told

@@ -14,7 +14,7 @@ from cgplan.config import Config
 from cgplan.errors import BudgetError, PlanError
 from cgplan.modes import BatchDescriptor, CUDAGraphMode, Key
 from cgplan.optimizer.boxes import Purse, best_columns
-from cgplan.optimizer.evidence import NOTHING_SAVED, Evidence
+from cgplan.optimizer.evidence import NOT_WORTH_IT, Evidence
 from cgplan.planning import Plan, build_plan, config_hash
 from cgplan.pricing import GraphCosts
 from cgplan.reports import render_text
@@ -376,8 +376,8 @@ def test_times_decide_where_they_are_given() -> None:
     ("eager", "bound", "said", "no_gain"),
     [
         ([10.0, 30.0, 120.0], 17.0, "steps 43.3% shorter than eager, ", True),
-        ([8.0, 16.0, 60.0], 15.0, "steps 1.2% longer than eager, ", False),
-        ([8.0, 10.0, 80.0], 16.1, f"{NOTHING_SAVED}; steps 5.6% longer than eager, ", False),
+        ([8.0, 16.0, 60.0], 15.0, f"{NOT_WORTH_IT}: steps 1.2% longer than eager, ", False),
+        ([8.0, 10.0, 80.0], 16.1, f"{NOT_WORTH_IT}: steps 5.6% longer than eager, ", False),
     ],
 )
 def test_eager_steps_stand_beside_a_plan(
@@ -393,10 +393,11 @@ def test_eager_steps_stand_beside_a_plan(
     assert (expected.plan, expected.eager, expected.bound) == pytest.approx((17, mean, bound))
     assert boxes_of(found) == {(4,), (8,)}, "each batch has a graph, whatever eager steps take"
     assert found.verdict.startswith(said)
-    assert [ladder.no_gain for ladder in found.ladders] == [no_gain] * 2
+    assert [ladder.name for ladder in found.ladders if not ladder.graphs] == ["eager"]
+    assert [ladder.no_gain for ladder in found.ladders[1:]] == [no_gain] * 2
     shown = " ".join(render_text(plan).split())
     assert f"17.0 us expected; bound {format_microseconds(bound)}" in shown
-    assert f"; eager takes {format_microseconds(mean)} a step" in shown
+    assert f"eager 0 {format_microseconds(mean)} 0.0% " in shown
     assert ("% no gain" in shown) is no_gain
     assert "bound: each batch at its best, in a graph or eager;" in shown
 

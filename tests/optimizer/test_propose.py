@@ -20,7 +20,7 @@ from plans import Costs, propose
 from cgplan.config import Config
 from cgplan.errors import BudgetError
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
-from cgplan.optimizer.evidence import NOTHING_SAVED, Evidence, LadderPoint
+from cgplan.optimizer.evidence import NOT_WORTH_IT, Evidence, LadderPoint
 from cgplan.optimizer.lint import lint
 from cgplan.optimizer.problem import EAGER, Run, step_clock
 from cgplan.planning import LADDERS, CudagraphDispatcher, Plan, build_plan, config_hash
@@ -544,7 +544,10 @@ def test_no_graph_is_left_whose_batches_another_lane_took() -> None:
 def test_ladders_stand_beside_the_curve() -> None:
     config = config_of(seqs=64)
     evidence = evidence_of(config, costs=COSTS)
-    assert [ladder.name for ladder in evidence.ladders] == list(LADDERS)
+    eager, *ladders = evidence.ladders
+    assert [ladder.name for ladder in ladders] == list(LADDERS)
+    assert (eager.name, eager.graphs, eager.bytes, eager.seconds) == ("eager", 0, 0, 0)
+    assert eager.expected_us == evidence.expected_us.eager
     vllm = ladder(evidence, "vllm")
     keys = build_plan(config).keys
     assert vllm.graphs == len(keys) == 11
@@ -552,7 +555,7 @@ def test_ladders_stand_beside_the_curve() -> None:
         Run(plans.lists_of(keys), traffic(decode()), TIMES).expected_us
     )
     assert (vllm.bytes, vllm.seconds) == (COSTS.of(keys).total_bytes, COSTS.of(keys).seconds)
-    for point in evidence.ladders:
+    for point in ladders:
         assert point.equal is not None
         assert point.alike is not None
         assert point.alike.graphs <= point.equal.graphs <= point.graphs
@@ -570,7 +573,7 @@ def test_sizes_that_the_configuration_lists_are_a_ladder_too() -> None:
         ladder(evidence_of(config_of(sizes=[1, 8, 64]), traffic(decode(8))), "configured").unused
         == 1
     )
-    assert evidence_of(config_of(sizes="trtllm")).ladders[0].name == next(iter(LADDERS))
+    assert evidence_of(config_of(sizes="trtllm")).ladders[1].name == next(iter(LADDERS))
 
 
 def test_a_largest_size_bounds_the_ladders_not_the_plan() -> None:
@@ -606,10 +609,35 @@ def test_graphs_that_the_traffic_does_not_run_are_no_gain() -> None:
     seen = traffic({StepShape(16, 16, True): 1.0})
     found = propose(config_of("FULL", [1, 4, 16]), seen, times, insurance=0.1)
     assert found.evidence.verdict == (
-        f"{NOTHING_SAVED} (8.16 ms a step, 8.64 ms with the configured sizes' 3 graphs); the "
-        "plan's 4 graphs are for batches that it does not show: serve eagerly, or keep your sizes"
+        f"{NOT_WORTH_IT}: eager takes 8.16 ms a step, this plan 8.16 ms, the configured sizes' "
+        "3 graphs 8.64 ms; the plan's 4 graphs are for batches that the traffic does not show"
     )
     assert not [said for said in found.evidence.warnings if "LoRA" in said]
+
+
+@pytest.mark.parametrize(
+    ("eager", "others", "is_worth"), [(1005, 0, False), (1020, 0, True), (1020, 9, True)]
+)
+def test_a_plan_as_long_as_eager_is_not_worth_its_graphs(
+    eager: int, others: int, is_worth: bool
+) -> None:
+    """Others: steps too large for graphs, which hide what the rest gains; the graphs asked for pad."""
+    times = StepTimes.measured(
+        {(NONE, 0): {1: eager, 4: eager, 99: 50_000}, (FULL, 0): {1: 1000, 4: 1000, 16: 1300}},
+        "pictures",
+    )
+    seen = traffic({StepShape(4, 4, True): 1.0, StepShape(99, 64): others})
+    evidence = propose(config_of(sizes=[16]), seen, times).evidence
+    assert evidence.graphs
+    assert evidence.verdict.startswith(NOT_WORTH_IT) is not is_worth
+    if not is_worth:
+        assert "eager takes 1.00 ms a step, this plan 1.00 ms, the conf" in evidence.verdict
+        assert "configured sizes' 1 graph 1.30 ms" in evidence.verdict
+
+
+def test_eager_is_no_row_where_it_may_not_run() -> None:
+    names = [each.name for each in evidence_of(config_of(on_miss="error")).ladders]
+    assert names == list(LADDERS)
 
 
 @pytest.mark.parametrize(("slow", "is_told"), [(2500, True), (720, False)])
@@ -620,14 +648,15 @@ def test_graphs_between_measured_sizes_are_told_where_times_may_differ(
         {(NONE, 0): {1: 9000, 16: 9000}, (FULL, 0): {1: 700, 4: slow, 16: slow}}, "by hand"
     )
     seen = traffic({StepShape(n, n, True): 1.0 for n in (1, 2, 3, 4)})
-    evidence = propose(config_of("FULL", budget={"max_graphs": 4}), seen, times).evidence
+    options = {"budget": {"max_graphs": 4}, "max_cudagraph_capture_size": 8, "tokens": 8, "seqs": 8}
+    evidence = propose(config_of("FULL", **options), seen, times).evidence
     told = [note for note in evidence.notes if note.startswith("50.0% of the steps run in graphs")]
     assert bool(told) is is_told
     for note in told:
         assert "between measured sizes (2, 3): their times are guessed" in note
         assert (
-            "sizes=[1,2,3,4,16]' --output bench.json` (add --set model.target=my_model.py:build if"
-            in note
+            "sizes=[1,2,3,4]' --set compilation.max_cudagraph_capture_size=null --output bench.json` "
+            "(add --set model.target=my_model.py:build if" in note
         )
 
 

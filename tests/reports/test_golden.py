@@ -54,10 +54,10 @@ def test_memory_that_looks_alike_is_not_compared() -> None:
     plan = plan_named("plan_traffic")
     assert plan.predicted is not None
     assert plan.evidence is not None
-    configured, *others = plan.evidence["ladders"]
+    eager, configured, *others = plan.evidence["ladders"]
     for more, compared in ((1, False), (1 << 20, True)):
         ladder = {**configured, "bytes": plan.predicted.total_bytes + more}
-        changed = plan.changed(evidence={**plan.evidence, "ladders": [ladder, *others]})
+        changed = plan.changed(evidence={**plan.evidence, "ladders": [eager, ladder, *others]})
         head = " ".join(plain_text(brief(changed), 100).split("verdict")[0].split())
         assert ("memory 1.7 MiB instead of 2.7 MiB" in head) is compared
         alone = "memory 1.7 MiB; for less: --memory or --slo"
@@ -102,7 +102,7 @@ def test_a_next_graph_for_insured_batches_is_not_one_for_the_traffic() -> None:
 def test_graphs_to_keep_are_the_headline(graphs: int, told: str) -> None:
     plan = plan_named("plan_bounded")
     evidence = plan.evidence or {}
-    ladder = {**evidence["ladders"][0], "graphs": graphs}
+    ladder = {**evidence["ladders"][1], "graphs": graphs}
     kept = plan.changed(evidence={**evidence, "keep": True, "ladders": [ladder]})
     head = f"Plan: keep the configured sizes' {graphs} graphs{told}; --costs tells start-up"
     assert plain_text(brief(kept), 200).startswith(head)
