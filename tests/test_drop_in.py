@@ -98,6 +98,21 @@ def test_a_part_on_meta_decides_no_device(backend: GraphBackend, net: Net) -> No
     assert g.graph_calls
 
 
+def test_kinds_without_a_graph_are_shown_by_what_differs(backend: GraphBackend) -> None:
+    model = torch.nn.Linear(8, 8).to(backend.device).eval()
+    g = cgplan.graphed(model)
+    x = torch.ones(4, 8, device=backend.device)
+    with torch.no_grad():
+        g(x)
+    g(x)
+    told = g.explain()
+    assert re.search(r"\nnone yet +- +no_grad\nnone yet +- +grad mode\n", told)
+    assert "all kinds: input: float32 [batch, 8]" in told
+    for last in range(5, 15):
+        g(torch.ones(2, last, 8, device=backend.device))
+    assert g.explain().count("none yet") == 4, "models with many kinds are not listed whole"
+
+
 def test_sizes_and_what_is_larger(backend: GraphBackend, net: Net) -> None:
     g, x = cgplan.graphed(net, sizes=[4, 1]), rows(backend, 9)
     ready(g, net, x[:3])

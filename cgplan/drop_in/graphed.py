@@ -45,6 +45,8 @@ from cgplan.reports.records import CaptureReport
 from cgplan.runner.runner import GraphRunner
 from cgplan.units import counted, format_bytes
 
+_MOST_WITHOUT_GRAPHS = 4  # of the latest kinds
+
 
 def graphed(
     model: Callable[..., Any] | EllipsisType = ...,
@@ -263,12 +265,15 @@ class Graphed:
         mode = self._settings.compilation.cudagraph_mode
         lines = [f"{self._name}: {graphs} of {self._settings.max_graphs} {mode} graphs"]
         rows = []
+        latest = learner.kinds[-_MOST_WITHOUT_GRAPHS:]
         for kind in learner.kinds:
-            if kind.stats:
+            if kind.stats or kind in latest:
                 keys = kind.runner.plan.keys if kind.runner else ()
                 sizes = ", ".join(key.size for _, key in reversed(keys))
-                lost = "eager" if kind.eager_reason else "freed"
-                rows.append((sizes or lost, kind.stats.calls, self._notes_of(kind)))
+                lost = "freed" if kind.stats else "none yet"
+                lost = "eager" if kind.eager_reason else lost
+                answered = kind.stats and kind.stats.calls
+                rows.append((sizes or lost, answered, self._notes_of(kind)))
         common = set(rows[0][2] if len(rows) > 1 else ())
         for _, _, notes in rows:
             common &= {*notes}

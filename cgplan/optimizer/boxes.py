@@ -554,7 +554,7 @@ class _BoxProblem:
             dtype=np.float64,
         )
         self._total = float(self._weights.sum())
-        self._real = self._weights * _elements(batches)
+        self._real = self._weights * self._work(batches)
         multiples = np.array([dim.multiple_of for dim in self._dims])
         batches = np.maximum(
             batches,
@@ -601,8 +601,12 @@ class _BoxProblem:
 
     def _times(self, boxes: Ints) -> Floats:
         if self.surface is None:
-            return _elements(boxes**self._powers)
+            return self._work(boxes)
         return self.surface.at(boxes)
+
+    def _work(self, boxes: Ints) -> Floats:
+        """Elements of the input that has each size most often."""
+        return _elements(boxes**self._powers)
 
     def _purse(
         self,
@@ -785,7 +789,7 @@ class _BoxProblem:
             bytes=None if paid is None else paid.total_bytes,
             seconds=None if paid is None else paid.seconds,
             expected_us=float(self._weights @ self._times(boxes)[runs]) / self._total,
-            padding=1 - self._real.sum() / (self._weights @ _elements(boxes)[runs]),
+            padding=1 - self._real.sum() / (self._weights @ self._work(boxes)[runs]),
             unused=len(boxes) - np.unique(runs).size,
         )
 
@@ -793,7 +797,7 @@ class _BoxProblem:
         if len(self._dims) < 2:
             return None
         runs = self._runs_in(boxes)
-        elements = _elements(boxes)[runs]
+        elements = self._work(boxes)[runs]
         rows = self._sizes_of(0, MAP_SIZES)
         columns = self._sizes_of(1, MAP_SIZES)
         first, second, *_ = self._least.T
@@ -846,7 +850,7 @@ class _BoxProblem:
         runs = self._runs_in(boxes)
         counts = np.bincount(runs, self._weights)
         real = np.bincount(runs, self._real)
-        padding = 1 - real / counts / _elements(boxes)
+        padding = 1 - real / counts / self._work(boxes)
         shares = counts / self._total
         for index, (first, *others) in enumerate(boxes.tolist()):
             yield SizeUse(

@@ -298,10 +298,17 @@ _COUNTERS = {  # descriptions, and further labels
 
 class StatsCollector:
     """Collects runners' numbers: ``prometheus_client.REGISTRY.register(StatsCollector({"target":
-    runner.stats}))``. Raises CgplanError without prometheus_client.
+    runner.stats}))``. Raises CgplanError for others, and without prometheus_client.
     """
 
     def __init__(self, runners: Mapping[str, RunnerStats]) -> None:
+        given = runners.values() if isinstance(runners, Mapping) else [runners]
+        for found in given:
+            if not isinstance(found, RunnerStats):
+                raise CgplanError(
+                    f"StatsCollector got a {type(found).__name__}, and takes runner.stats by name",
+                    remedy='Write StatsCollector({"NAME": runner.stats}), one for each runner.',
+                )
         self._runners = dict(runners)
         try:
             from prometheus_client import core

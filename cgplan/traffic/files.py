@@ -30,6 +30,7 @@ from cgplan.modes import RUNTIME_MODES, CUDAGraphMode
 from cgplan.planning import Plan
 from cgplan.traffic.histogram import MOST_BATCHED_TOKENS, SizeCounts, StepShape, Traffic
 from cgplan.traffic.simulation import NO_ADAPTER, Request, RequestTrace, poisson_arrivals
+from cgplan.units import listed
 
 LOG_LINE = re.compile(r"\b(DEBUG|INFO|WARNING|ERROR)\b")
 _FILLED = re.compile(r"\S")
@@ -347,6 +348,7 @@ _ROW = re.compile(r"\|((?:[^|]*\|){5}|\s*-?\d+\s*(?:\|.*)?)$")
 _MODE = re.compile(r"- Mode: *(?:CUDAGraphMode\.)?(\w+)\s*$")
 _SIZES = re.compile(r"- Capture sizes: *\[([\d, ]*)\]\s*$")
 METRIC = "cgplan_batches"  # of a runner's metrics, in Prometheus' text format
+_REPLAYS = re.compile(r'^cgplan_replays_total\{.*?num_tokens="(\d+)"', re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
@@ -756,7 +758,14 @@ def _metrics(text: str, path: Path, plan: Plan) -> Traffic:
             f"""'runner="{max(runners)}"' > metrics.txt""",
         )
     counts, guesses = _counted(rows, plan)
-    return Traffic.of(counts, f"{path.name}: metrics of a runner", guesses)
+    others = sorted(set(map(int, _REPLAYS.findall(text))).difference(plan.capture_sizes))
+    warnings = []
+    if others:
+        warnings.append(
+            f"the runner of {path.name} has graphs of {listed(others)}, which the configuration "
+            "does not list: take runner.config of that runner, unless you changed the sizes since"
+        )
+    return Traffic.of(counts, f"{path.name}: metrics of a runner", guesses, warnings)
 
 
 def _metric_rows(text: str, path: Path) -> Iterator[RawRow]:

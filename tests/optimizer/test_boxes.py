@@ -478,6 +478,12 @@ def test_a_size_that_an_input_has_twice_counts_twice(height: str) -> None:
     counts = {(1, 64): 1, (1, 96): 1}
     found = evidence_of(counts, 2, names=("batch", "side"), dims=dims, **sections)
     assert found.expected_us.plan == (64**2 + 96**2) / 2
+    one = evidence_of(counts, 1, names=("batch", "side"), dims=dims, **sections)
+    padding = 1 - (64**2 + 96**2) / (2 * 96**2)
+    assert [use.padding for use in one.uses] == [pytest.approx(padding)]
+    assert one.padding == pytest.approx(padding)
+    assert one.padding_map is not None
+    assert one.padding_map.shares[0][0] == pytest.approx(1 - (64 / 96) ** 2)
 
 
 def test_padding_is_mapped() -> None:

@@ -435,6 +435,31 @@ def test_metrics_are_read_as_the_traffic_that_they_count(
         read_traffic(tmp_path / "both.txt", stats.plan)
 
 
+def test_metrics_of_a_runner_with_other_sizes_are_told(tmp_path: Path) -> None:
+    """Sizes that the configuration has, too, may be another runner's."""
+    path = tmp_path / "metrics.txt"
+    replays = "".join(
+        f'cgplan_replays_total{{runner="96",mode="FULL",num_tokens="{size}"}} 3.0\n'
+        for size in (3, 4)
+    )
+    path.write_text(
+        f'cgplan_batches_total{{runner="96",num_tokens="3",uniform="false"}} 6.0\n{replays}'
+    )
+    for sizes, told in (([3, 4], []), ([1, 4], ["has graphs of 3, which"])):
+        plan = build_plan(
+            PLAN.settings.with_values("compilation", cudagraph_capture_sizes=tuple(sizes))
+        )
+        warnings = read_traffic(path, plan).warnings
+        assert len(warnings) == len(told)
+        assert all(part in warning for part, warning in zip(told, warnings, strict=True))
+
+
+@pytest.mark.parametrize("wrong", [["stats"], {"a": "runner"}, "stats"])
+def test_a_collector_of_what_is_no_stats_is_refused_at_once(wrong: Any) -> None:
+    with pytest.raises(CgplanError, match=r"StatsCollector got a (list|str), and takes"):
+        StatsCollector(wrong)
+
+
 def test_metrics_of_several_runners_in_a_registry_of_the_user(called: GraphRunner) -> None:
     client = pytest.importorskip("prometheus_client")
     registry = client.CollectorRegistry()
