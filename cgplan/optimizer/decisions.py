@@ -508,7 +508,7 @@ class Planner:
         change = "no graph of that fits"
         if asked:
             longer = best.run.expected_us / asked.run.expected_us - 1
-            change = f"{best.plan.num_graphs} graphs instead of {asked.plan.num_graphs}"
+            change = f"{best.plan.graph_words} instead of {asked.plan.graph_words}"
             change += f", steps {longer:+.2%}"
         yield f"mode {best.plan.mode}, not {mode}: {change}; {hint}"
 

@@ -158,8 +158,8 @@ def _unmeasured_sizes(plan: Plan, run: Run) -> Iterator[str]:
             if lane.uniform and plan.query_len > 1:
                 how = f": vLLM without drafts runs them with --max-num-seqs {beyond[-1]}"
             text = (
-                f"steps were measured up to {most} tokens, the gain of {listed(beyond)} is "
-                f"extrapolated{how}"
+                f"steps were measured up to {counted(most, 'token')}, the gain of {listed(beyond)} "
+                f"is extrapolated{how}"
             )
             lanes.setdefault(text, []).append(str(lane))
     for text, names in lanes.items():

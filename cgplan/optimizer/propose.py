@@ -530,7 +530,7 @@ class PlannedGraphs:
             **price,
             expected_us=Expected(
                 plan=run.expected_us,
-                eager=alone.eager_total / alone.weight,
+                eager=self._eager_us,
                 bound=alone.infinite_us,
                 **run.by_kind,
             ),
@@ -771,10 +771,9 @@ class PlannedGraphs:
             return OUTWEIGHED
         graphs = self.plan.graph_words
         expected = self.run.expected_us
-        alone = self.inputs.problem_of_seen
-        eager = alone.eager_total / alone.weight
-        if self._change(eager, {}) > -NO_GAIN and not self.for_slo:
-            took = f"{format_microseconds(eager)} a step, this plan {format_microseconds(expected)}"
+        if not self._is_worth_it:
+            eager = format_microseconds(self._eager_us)
+            took = f"{eager} a step, this plan {format_microseconds(expected)}"
             verdict = f"{NOT_WORTH_IT}: eager takes {took}"
             if ladder:
                 verdict += f", {ladder.words} {format_microseconds(ladder.expected_us)}"
@@ -800,6 +799,15 @@ class PlannedGraphs:
             return f"steps that graphs run are {-change:.1%} shorter than {theirs}, with {graphs}"
         return f"steps within 1% of those {theirs}, with {graphs}"
 
+    @property
+    def _eager_us(self) -> float:
+        seen = self.inputs.problem_of_seen
+        return seen.eager_total / seen.weight
+
+    @property
+    def _is_worth_it(self) -> bool:
+        return self.for_slo or self._change(self._eager_us, {}) <= -NO_GAIN
+
     def _change(self, expected_us: float, lists: Lists) -> float:
         """How much longer than with these graphs the steps are that graphs of either run."""
         theirs = self._run_of(lists)
@@ -809,7 +817,7 @@ class PlannedGraphs:
 
     def _keeps(self, ladder: LadderPoint | None) -> bool:
         """Whether the graphs asked for are as good as the plan, and not more."""
-        if ladder is None or self.for_slo:
+        if ladder is None or self.for_slo or not self._is_worth_it:
             return False
         return ladder.no_gain and 0 < ladder.graphs <= len(self.plan.keys)
 

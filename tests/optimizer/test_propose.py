@@ -630,6 +630,8 @@ def test_a_plan_as_long_as_eager_is_not_worth_its_graphs(
     evidence = propose(config_of(sizes=[16]), seen, times).evidence
     assert evidence.graphs
     assert evidence.verdict.startswith(NOT_WORTH_IT) is not is_worth
+    same = propose(config_of(sizes=[4]), seen, times).evidence  # as many graphs as the plan has
+    assert same.keep is is_worth
     if not is_worth:
         assert "eager takes 1.00 ms a step, this plan 1.00 ms, the conf" in evidence.verdict
         assert "configured sizes' 1 graph 1.30 ms" in evidence.verdict
