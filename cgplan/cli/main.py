@@ -60,7 +60,7 @@ _HINTS = {  # by what is said; the first counts
     "option: --(gpu-memory(-utilization)?|kv-cache-memory(-bytes)?)$": (
         "`cgplan vllm check --log FILE` takes GPU memory, gives --kv-cache-tokens"
     ),
-    "equal to 1|valid number": "Write a number such as 0.9",
+    r"equal to 1|<=1\.|valid (number|float)": "Write a number such as 0.9",
     "of 'eagle'": "Give mtp for any _mtp, none for others, such as medusa",
     r"(command '|extra.*\()\S+\.(csv|jsonl?|log|txt)\b": (
         "Of a saved plan: `cgplan inspect FILE`, or `cgplan plan check FILE`; of traffic: `cgplan "

@@ -196,9 +196,22 @@ def result_file(text: str, other: str) -> Path:
     return Path(text)
 
 
+# Click 8.1 takes no partial function as a parser.
+def whole_from_1(text: str) -> int:
+    return whole(text, least=1)
+
+
+def json_file(text: str) -> Path:
+    return result_file(text, ".html")
+
+
+def html_file(text: str) -> Path:
+    return result_file(text, ".json")
+
+
 # Options of several groups.
 count = partial(option, metavar="N", parser=whole)
-count_from_1 = partial(count, parser=partial(whole, least=1))
+count_from_1 = partial(count, parser=whole_from_1)
 COSTS = partial(
     option,
     "What graphs cost: a capture report, vLLM's log, `estimate` or `measure`.",
@@ -244,11 +257,11 @@ class Saved(Shown):
         "Also save the result as JSON in this file.",
         "--output",
         "-o",
-        parser=partial(result_file, other=".html"),
+        parser=json_file,
     )
     html: Path | None = file_option(
         "Also write it as one HTML file, with charts.",
-        parser=partial(result_file, other=".json"),
+        parser=html_file,
     )
 
 

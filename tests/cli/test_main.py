@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -16,6 +17,7 @@ from commands import cgplan_command, good, refused, settings, unwrapped, use_tra
 
 import cgplan
 from cgplan import errors
+from cgplan.cli import options
 from cgplan.config import load_config
 from cgplan.planning import build_plan
 
@@ -392,3 +394,16 @@ def test_what_is_missing_comes_with_a_command_to_write(command: str, example: st
     result = cgplan_command(*command.split())
     assert result.exit_code == 2
     assert example in unwrapped(result.stderr)
+
+
+def test_parsers_of_options_have_the_name_that_click_8_1_reads() -> None:
+    parsers = [
+        each.metadata["typer"].parser
+        for group in vars(options).values()
+        if dataclasses.is_dataclass(group)
+        for each in dataclasses.fields(group)
+        if each.metadata
+    ]
+    parsers = [parser for parser in parsers if parser]
+    assert len(parsers) > 10
+    assert [parser for parser in parsers if not hasattr(parser, "__name__")] == []

@@ -1537,7 +1537,7 @@ def test_what_a_plan_of_several_sizes_refuses(home: Path) -> None:
         ("plan --vllm {} --port 80", "Of vLLM: --vllm JSON"),
         ("vllm check --traffic x.csv", "--traffic. Of `cgplan plan`"),
         ("vllm check --gpu-memory-utilization 0.9", "without --log"),
-        ("vllm check --log a.log --gpu-memory-utilization 90", "less than or equal to 1"),
+        ("vllm check --log a.log --gpu-memory-utilization 90", "--gpu-memory-utilization"),
         ("vllm check --log a.log --gpu-memory-utilization 90", "Write a number such as 0.9"),
         ("vllm check --log a.log --gpu-memory-utilization 85%", "Write a number such as 0.9"),
         ("vllm check --tensor-parallel-size 2", "leave out the rest"),
