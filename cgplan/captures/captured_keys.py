@@ -9,7 +9,7 @@ Note [Giving a key up]
     start-up, others captured   those again: on other ranks the pool may have grown, and their
                                 collectives count from the first one; keys that wait get no graph
     service, an own pool grew   those again, then keys that wait
-    service, else               the next key, for a reason of its own; no new pool
+    service, else               the next key; no new pool
 """
 
 import time
@@ -499,8 +499,8 @@ class BudgetGuard:
         key: Key,
         remaining: int,
     ) -> bool:
-        """Without predictions, the first key is given up if the driver's memory for the
-        ``remaining`` ones would pass a limit.
+        """Without predictions, the largest keys are given up until the driver's memory for the
+        ``remaining`` ones is within the limits.
         """
         return not self._graphs.ranks.any_refuses(self.active and self._overshoots(key, remaining))
 

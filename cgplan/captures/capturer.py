@@ -138,7 +138,7 @@ class Capturer:
 
     def capture(self, key: Key) -> GraphRecord | Next:
         """Raises CaptureError; ModelError if the model failed before its capture. What a key that
-        raises has left goes back with the rehearsal.
+        raises has left goes back ahead of the next.
         """
         refuse_forbidden_capture(*key)
         self._graphs.addresses.is_outdated = True
@@ -148,8 +148,8 @@ class Capturer:
         with self._graphs.rehearsing() as rehearsal:
             while found is Next.TRY_AGAIN:
                 attempt.before = None
-                found = self._try(rehearsal, attempt)
                 rehearsal.put_back.rewind()
+                found = self._try(rehearsal, attempt)
         return found
 
     def _try(self, rehearsal: Rehearsal, attempt: _Attempt) -> GraphRecord | Next:
@@ -229,7 +229,7 @@ class Capturer:
         if not needs_warm_up:
             return Next.TRY_AGAIN
         rehearsal.refuse_changed(str(attempt))
-        any_held = graphs.pools.memory().held > 0
+        any_held = graphs.pools.memory().held > 0  # is_held needs a capture that ended
         self._may_be_uncomputed |= any_held
         is_explained = looks_again or attempt.has_compiled
         concerns_others = any_held or not is_explained
@@ -258,10 +258,12 @@ class Capturer:
         facts = graphs.facts
         asked = self._asked_warm_ups
         holds_compiled = rehearsal.put_back.before.is_compiled and self._quiet_keys < _QUIET_KEYS
-        is_compiled = holds_compiled or graphs.route.splitter is not None
+        is_traced = graphs.route.splitter is not None
+        if key[0] is CUDAGraphMode.FULL:
+            is_traced &= graphs.route.whole is not graphs.model
         # put back, so a capture would be a first call
         is_undone = any(map(rehearsal.put_back.may_undo, facts.changes_python))
-        if self._all_need_warm_up or is_compiled or is_undone or facts.outside:
+        if self._all_need_warm_up or holds_compiled or is_traced or is_undone or facts.outside:
             return 1 if asked == "auto" else max(asked, 1)
         return int(asked == "auto" and Lane.of(*key) not in self._lanes)
 
@@ -297,8 +299,8 @@ class Capturer:
         facts = graphs.facts
         put_back = rehearsal.put_back
         found = rehearsal.footprints[key[0]]
-        # compiled kernels show no operators; after a look that failed this run fails, too, and the
-        # mode's own line would be blamed
+        # compiled kernels show no operators; after a look that failed this run fails, too, and a
+        # line of RunLog would be blamed
         can_watch = not put_back.before.is_compiled and found.error is None
         for _ in range(times):
             log: RunLog | None = None

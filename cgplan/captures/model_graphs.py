@@ -108,7 +108,7 @@ class ForwardFacts:
         aside: Paths that eager pieces change.
         written: State that comparisons compare and put back.
         overwritten: Ids of storages that each run overwrites unread, as far as looks saw.
-        read_first: Others that a look saw written; no other size takes them out.
+        read_first: Others that a look saw written: they are never ``overwritten``.
         restored: Of ``overwritten``, what comparisons put back, as another size may read it.
         is_coarse: In half precision or TensorFloat32.
         outside: Tensors that graphs read, neither the model's nor inputs.
@@ -286,8 +286,7 @@ class ModelGraphs:
     ) -> AbstractContextManager[None]:
         is_visible = mode in self.facts.capture_visible
         hidden_from = self.config.compilation.hide_capture_from
-        # torch tells segments yes, eager pieces no
-        if is_visible and capturing:
+        if is_visible and capturing:  # torch itself tells segments yes, eager pieces no
             hidden_from = ()
         return answering(
             hidden_from,
@@ -479,7 +478,7 @@ class ModelGraphs:
         all_written = put_back.storages.written.values()
         for written in sorted(all_written, key=lambda each: each.storage.nbytes()):
             tensor = written.tensor
-            storage = tensor.untyped_storage()
+            storage = written.storage
             nbytes = storage.nbytes()
             if not written.is_captured:  # no graph overwrites it: compare it
                 facts.overwritten.discard(storage._cdata)
@@ -872,12 +871,11 @@ class Rehearsal:
     def refuse_first_use(self) -> None:
         put_back = self.put_back
         # a read in each run has failed the capture
-        if put_back.value_read and put_back.made:
-            self._refuse(f"computes a value for the host ({put_back.value_read}) {_FROM_INPUTS}")
+        for line in put_back.kept_of_values:
+            self._refuse(f"computes a value for the host ({line}) {_FROM_INPUTS}")
         prepared = put_back.prepared
         if prepared:
             self._refuse(f"prepares {_listed(prepared)} on first use, and changes it later")
-        put_back.value_read = None  # of this key alone
         lost = put_back.storages.lost
         if lost:
             raise CaptureError(

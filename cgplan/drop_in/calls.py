@@ -230,7 +230,7 @@ class Calls:
             self._take_device(tensors)
             return self.run(args, kwargs)  # whose tail has the device's autocast
         learner = self.learner
-        if not learner.holds():  # or a new kind's first call is blamed
+        if not learner.holds():  # else a new kind's first call is blamed
             learner.free_if_changed()
         family = learner.family_of(call)
         if family.skips_a_call():
@@ -244,7 +244,7 @@ class Calls:
         if kind.stage is Stage.NEW and self._settings.compilation.capture_policy == "eager":
             kind, sizes = learner.warmed_up(call)
         if kind.may_capture:
-            learner.free_if_changed()  # not in turns: a changed model sets the kind back
+            learner.free_if_changed()  # in full: a changed model sets the kind back
         if kind.is_learning:
             output = learner.learning_call(kind, sizes, call)
             self.eager[kind.eager_reason or kind.learns] += 1

@@ -256,7 +256,7 @@ class Learner:
         """
         if self.detector is None:
             return True
-        if begun is not None and self.detector.holds_all():
+        if begun is not None and self.detector.holds_all():  # not late
             return False
         changes = list(self.detector.changes(self.settings.ignore).values())
         if not changes:
@@ -576,7 +576,7 @@ class Learner:
                 if failed or not kind.is_learning:
                     break
                 look(first_calls, kept, inputs=call.tensors)
-            if failed or kept.prepared or kept.value_read or kept.made_of_inputs:
+            if failed or kept.prepared or kept.values_read or kept.made_of_inputs:
                 kept.keeps_first_use = False
             kept.keeps_containers = kind.stage is not Stage.EAGER  # else no graph relies on them
         finally:

@@ -713,7 +713,8 @@ def look(
         mode.found.error = f"{type(error).__name__}: {first_line(error)}"
         traceback.clear_frames(error.__traceback__)  # locals hold tensors
     put_back.computed |= mode.found.from_inputs
-    put_back.value_read = put_back.value_read or mode.refusals.read
+    if mode.refusals.read:
+        put_back.values_read.setdefault(put_back.key, mode.refusals.read)
     bound = [change.now for change in put_back.last.values()]
     mode.found.outside = mode.outside.tensors(bound)
     return mode.found

@@ -16,8 +16,8 @@ Note [What is put back]
       tensor, flags unseen    stays                   stays
     on first use and by each  refused                 back
       run, in another way
-    by several runs of a key, as first use; if it is a tensor, refused
-      then by no more
+    by several runs of a key, as first use;           as first use
+      then by no more         tensors are refused
     by a failed run           Python back at its end, tensors as above
 
     If a change of Python goes back that may be a tensor's flag, so does the tensor. Where
@@ -75,14 +75,14 @@ class PutBack:
 
     Attributes:
         outcome: Bytes and kind of copy by path; ``new``: made on first use.
-        volatile: Paths that runs bind, except once on first use.
+        volatile: Paths that runs bind; of first use, those bound for several sizes.
         last: Changes of Python after the last run.
         held: Tensors of first use that the graph of a key may read, though another key replaces
             them; None: what was there before, which graphs of earlier rehearsals may read.
         captured: Keys whose capture did not fail.
         keeps_first_use, keeps_containers: A graph (after `Calls.warm_up` a call) relies on them.
         computed: Storages computed from inputs, by id, as looks saw.
-        value_read: Where the host first needed a value of inputs.
+        values_read: Where the host first needed a value of inputs, by key.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class PutBack:
         self._runs = list[object]()  # keys
         self.captured = set[object]()
         self.computed: dict[int, StorageWeakRef] = {}
-        self.value_read: str | None = None
+        self.values_read: dict[object, str] = {}
         self.keeps_first_use = True
         self.keeps_containers = True
         self._growing = set[int]()  # ids of dicts that later runs add to
@@ -122,7 +122,8 @@ class PutBack:
         enters_made: bool = False,
     ) -> Iterator[dict[str, Change]]:
         """A block of one run, whose end fills the dict with the changes of Python; with
-        ``enters_made`` also those inside what earlier runs made. ``replays``: it runs no Python.
+        ``enters_made`` also those inside what earlier runs made, which do not go back.
+        ``replays``: it runs no Python.
         """
         found = dict[str, Change]()
         # no run, and no tape that records one, may pass the end of a cache; but one run tells no
@@ -196,10 +197,9 @@ class PutBack:
         now = {}
         was = {}
         for path in self.made:
-            change = self.last.get(path)
-            if change:
-                now[path] = change.now
-                was[path] = change.was
+            change = self.last[path]
+            now[path] = change.now
+            was[path] = change.was
         if not now:
             return
         for key, roots in ((self.key, now), (None, was)):
@@ -271,7 +271,7 @@ class PutBack:
         """Changes of Python that stay, by path: those of first use."""
         found = {}
         lasting = set[int]()  # runs that cannot be undone
-        is_of_inputs = self.value_read is not None  # of padding, or an example
+        is_of_inputs = bool(self.values_read)  # of padding, or an example
         for reference in self.computed.values():
             is_of_inputs |= not reference.expired()
         for path, known in self._bound.items():
@@ -354,6 +354,18 @@ class PutBack:
         return first, later
 
     @property
+    def kept_of_values(self) -> list[str]:
+        """Lines where the host needed values of inputs, of keys that made something."""
+        keys = set[object]()
+        for number in _runs_of(self.made):
+            keys.add(self._runs[number])
+        found = []
+        for key, line in self.values_read.items():
+            if key in keys:
+                found.append(line)
+        return found
+
+    @property
     def made_of_inputs(self) -> list[str]:
         """Paths of tensors that were made on first use of what looks saw computed."""
         found = list[str]()
@@ -391,7 +403,7 @@ class PutBack:
     # --- putting back -----------------------------------------------------------------------------
 
     def rewind(self) -> None:
-        """Between keys: undo all but first use and large storages. The device is idle."""
+        """Between keys: undo all but first use and large storages."""
         self.storages.rewind()
         self._undo(self.made)
 
@@ -415,7 +427,7 @@ class PutBack:
             else:  # its flags were not seen
                 stays = uses.stopped and of_undone.isdisjoint(uses.runs)
             if stays:
-                written.fill_again()
+                written.give_back()
             else:
                 written.fill(written.copy)
             outcome = "new" if stays else written.outcome

@@ -42,7 +42,7 @@ class Uses:
     """The runs that changed one place.
 
     Attributes:
-        runs: With versions written, if it is a tensor.
+        runs: By number; of a tensor with versions written.
         by_later_run: Not each was its key's first one.
         repeated: Two runs of a key did.
         skipped: Some run did not.
@@ -150,11 +150,11 @@ class Written:
             uses.count(run, versions)
             self.is_captured |= run.captures
             return
-        shows = self.shows
+        is_sure = self.shows
         if not run.computes:  # a write shows by its version alone
-            shows = all(uses.runs.values())
-        uses.miss(run, is_sure=shows)
-        self.fill_again()
+            is_sure = all(uses.runs.values())
+        uses.miss(run, is_sure=is_sure)
+        self.give_back()
 
     def _has_other_bytes(
         self,
@@ -176,7 +176,7 @@ class Written:
                 self.after_first = self.now
         return is_changed
 
-    def fill_again(self) -> None:
+    def give_back(self) -> None:
         """A rewind took what its single run computed."""
         if self.uses.stopped and len(self.uses.runs) == 1:
             self.fill(self.after_first)
@@ -198,8 +198,8 @@ class WrittenStorages:
 
     Attributes:
         copied: Bytes by kind of copy.
-        watched: Ids of storages that operators of this run wrote, with the first operator, and, of
-            those, overwrote unread, if operators were watched.
+        watched: Of this run, if its operators were seen: the first one that wrote each storage, by
+            id; ids of those overwritten unread.
         newly_written: Paths of tensors that the last run wrote, and another one did not.
         unsure: Keys whose first run wrote what others did not, and no version shows it.
         lost: Paths of tensors that were copied only after a run had written them.
@@ -222,7 +222,7 @@ class WrittenStorages:
         self._versioned = list[Place]()
         self._versions = list[int]()  # ahead of the run
         for place in before.of_tensors:
-            if place.value.layout is torch.strided and not place.value.is_inference():
+            if place.value.layout is torch.strided and version_of(place.value) is not None:
                 self._versioned.append(place)
         self._copies: dict[int, Written] = {}  # ahead of writes that no look saw
         for address, (path, tensor) in self.of_model.items():
@@ -317,7 +317,7 @@ class WrittenStorages:
             self._versions = [place.value._version for place in self._versioned]
 
     def rewind(self) -> None:
-        """Small ones, but what is made on first use."""
+        """Small ones, except those of first use."""
         for written in self.written.values():
             if written.is_small and not written.uses.is_first_use:
                 written.fill(written.copy)
@@ -414,5 +414,5 @@ def bytes_of(storage: Any) -> torch.Tensor:
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
-    """Torch's count of writes; inference tensors have none."""
-    return None if tensor.is_inference() else tensor._version
+    """Torch's count of writes; inference tensors have none, and empty ones nothing to write."""
+    return None if tensor.is_inference() or not tensor.numel() else tensor._version

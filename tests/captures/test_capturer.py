@@ -624,3 +624,56 @@ assert "torch._dynamo" not in sys.modules
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+class WritesNothing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("empty", torch.zeros(0, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.empty.zero_()
+        return x * 3
+
+
+def test_an_empty_tensor_has_no_values_to_lose(backend: GraphBackend) -> None:
+    model = WritesNothing().to(backend.device).eval()
+    serves_right(backend, open_runner(backend, model), model, 3)
+    drop_in = cgplan.graphed(model)
+    x = torch.randn(3, 4, device=backend.device)
+    with torch.no_grad():
+        for _ in range(4):
+            torch.testing.assert_close(drop_in(x), x * 3)
+    assert "graphs answered 2 calls" in drop_in.explain()
+
+
+class ReadsAtOneSize(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) == 8:
+            return x * x.sum().item()
+        if self.table is None:
+            self.table = torch.full((4,), 3.0, device=x.device)
+        return x * self.table
+
+
+def test_a_key_that_read_a_value_and_failed_blames_no_other_key(backend: GraphBackend) -> None:
+    model = ReadsAtOneSize().to(backend.device).eval()
+    with closing(open_runner(backend, model, capture_policy="lazy")) as runner:
+        runner.exchange(runner.reachable.keys)
+        assert [failed.descriptor.num_tokens for failed in runner.report.failed] == [8]
+        x = torch.randn(4, 4, device=backend.device)
+        torch.testing.assert_close(runner(x=x), x * 3)
+        assert runner.stats.replays.total() == 1
+
+
+def test_full_keys_beside_traced_ones_need_one_warm_up(backend: GraphBackend) -> None:
+    model = Plain().to(backend.device).eval()
+    runner = open_runner(
+        backend, model, cudagraph_mode="FULL_AND_PIECEWISE", piecewise="ops", compiler="eager"
+    )
+    assert without_warm_up(runner) == [8, 4, 2]
+    runner.close()
