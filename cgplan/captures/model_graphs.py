@@ -876,6 +876,7 @@ class Rehearsal:
         prepared = put_back.prepared
         if prepared:
             self._refuse(f"prepares {_listed(prepared)} on first use, and changes it later")
+        put_back.values_read.pop(put_back.key, None)  # a key that failed may have kept some
         lost = put_back.storages.lost
         if lost:
             raise CaptureError(
