@@ -920,7 +920,7 @@ class _BoxProblem:
             found.append(f"{change} {words}")
         verdict = f"steps {', '.join(found)}"
         warnings = []
-        unsure = [] if surface else [NO_TIMES]
+        unsure = [*surface.unsure] if surface else [NO_TIMES]
         if eager is not None and step > eager * (1 - NO_GAIN):
             verdict = f"{NOT_WORTH_IT}: {verdict}"
         if surface:

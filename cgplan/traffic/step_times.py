@@ -389,15 +389,6 @@ class TimeCurve(Record):
                 first, below = size, time
         return (above - below) / max(last - first, 1)
 
-    def raised(self, raw: Mapping[int, float]) -> tuple[float, str]:
-        """How far the ``raw`` point was raised that was raised most, and a sentence on it."""
-        size, height = max(self.points, key=lambda point: point[1] / raw[point[0]])
-        value = raw[size]
-        return height / value, (
-            f"{self.name} at {size} tokens took {format_microseconds(value)}, a smaller batch "
-            f"{format_microseconds(height)}: raised to that, as more tokens take no less time"
-        )
-
     def beyond(self, floor: str) -> str:
         """On the times beyond the last point."""
         return (
@@ -464,7 +455,8 @@ class StepTimes(Record):
                 floor = "; it saves less where eager steps grow"
             elif CUDAGraphMode.FULL in modes:
                 floor = ", and at least the time of a FULL graph, unless that is guessed too long"
-            height, text = curve.raised(raw)
+            points_raised = [(f"{size} tokens", raw[size], time) for size, time in curve.points]
+            height, text = _most_raised(curve.name, points_raised)
             if height > 1 + WORTH_A_WARNING:
                 unsure.append(f"{text}; were they steps of other ranks, adapters or contexts?")
             elif height > 1 + WORTH_A_NOTE:
@@ -708,6 +700,7 @@ class StepSurface(NamedTuple):
     source: str
     eager: Floats | None = None  # as values, without graphs; None: not known
     doubt: str = ""  # as in StepTimes
+    unsure: tuple[str, ...] = ()  # likewise
 
     @classmethod
     def parse(
@@ -750,12 +743,21 @@ class StepSurface(NamedTuple):
             )
         shape = [len(axis) for axis in axes]
         table = np.array([longest[sizes] for sizes in grid]).T.reshape(-1, *shape)
+        raw = table.copy()
         for dim in range(1, table.ndim):
             np.maximum.accumulate(table, axis=dim, out=table)
         measured = tuple(np.array(axis, dtype=np.float64) for axis in axes)
         values, *eager = table
+        dims = " x ".join(names)
+        places = [f"{dims} {' x '.join(map(str, sizes))}" for sizes in grid]
+        unsure = []
+        for name, took, counts in zip(("graph", EAGER), raw, table, strict=False):
+            points = zip(places, took.flat, counts.flat, strict=True)
+            height, text = _most_raised(name, points)
+            if height > 1 + WORTH_A_NOTE:
+                unsure.append(f"{text}; measure again")
         surface = cls(measured, values, str(path), *eager)
-        return surface._replace(doubt=doubt)
+        return surface._replace(doubt=doubt, unsure=tuple(unsure))
 
     def at(self, sizes: npt.NDArray[np.int64]) -> Floats:
         """Microseconds of boxes: [n, dimensions] -> [n]."""
@@ -772,6 +774,19 @@ class StepSurface(NamedTuple):
         largest = [axis[-1] for axis in self.axes]
         beyond = np.maximum(sizes / largest, 1).prod(1)
         return np.asarray(found * beyond)
+
+
+def _most_raised(name: str, points: Iterable[tuple[str, float, float]]) -> tuple[float, str]:
+    """How far the point was raised that was raised most, and a sentence on it.
+
+    Args:
+        points: Where each is, its time as measured, and as it counts.
+    """
+    where, value, height = max(points, key=lambda point: point[2] / point[1])
+    return height / value, (
+        f"{name} at {where} took {format_microseconds(value)}, a smaller batch "
+        f"{format_microseconds(height)}: raised to that, as larger batches take no less time"
+    )
 
 
 def _name(mode: CUDAGraphMode) -> str:

@@ -709,6 +709,11 @@ def test_times_of_several_sizes(tmp_path: Path) -> None:
     }
     assert surface.at(np.array(list(asked))).tolist() == pytest.approx(list(asked.values()))
     assert surface.eager is None
+    (warning,) = surface.unsure
+    assert warning == (
+        "graph at batch x length 5 x 10 took 90.0 us, a smaller batch 100 us: raised to that, as "
+        "larger batches take no less time; measure again"
+    )
 
 
 def test_times_of_one_length(tmp_path: Path) -> None:
@@ -758,6 +763,7 @@ def test_times_of_several_sizes_from_a_bench(tmp_path: Path) -> None:
     assert surface.at(np.array([[1, 15], [4, 20]])).tolist() == pytest.approx([150, 500])
     assert surface.eager is not None
     assert surface.eager.tolist() == [[9, 9], [9, 11]], "raised to that of a smaller batch"
+    assert surface.unsure == (), "of 4 x 10 the longest time counts"
     with pytest.raises(StepTimeError, match="times of batches of several sizes"):
         StepTimes.parse(text, "bench.json")
     with pytest.raises(StepTimeError, match="is a saved capture, which has no step times"):
