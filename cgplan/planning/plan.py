@@ -318,6 +318,17 @@ class Plan(Record):
             raise ReportError(f"of the plan's {error.message}", remedy=_AGAIN) from None
 
     @property
+    def fixed_inputs(self) -> list[str]:
+        """Inputs with a fixed size, ``pixels [num_tokens, 3, 96, 96]``, which tell runners of one
+        model apart.
+        """
+        found = []
+        for name, given in self.config.get("inputs", {}).items():
+            if any(isinstance(size, int) for size in given["shape"]):
+                found.append(f"{name} [{', '.join(map(str, given['shape']))}]")
+        return found
+
+    @property
     def max_capture_size(self) -> int:
         """Largest capture size in tokens, 0 if nothing is captured."""
         return self.capture_sizes[-1] if self.capture_sizes else 0

@@ -230,10 +230,7 @@ def subject(plan: Plan) -> str:
     target = (plan.config.get("model") or {}).get("target")
     if target:
         parts.append(str(target))
-    for name, given in plan.config.get("inputs", {}).items():
-        if any(isinstance(size, int) for size in given["shape"]):
-            parts.append(f"{name} [{', '.join(map(str, given['shape']))}]")
-            break
+    parts += plan.fixed_inputs[:1]
     return ", ".join(parts)
 
 
@@ -378,9 +375,12 @@ def _answer(
     if worst and _longer(worst) >= NOTABLE:
         took = format_microseconds(worst.expected_us)
         took += f" a step, {format_microseconds(worst.ladder_us or 0)} with the graphs asked for"
-        limits = ", --".join(evidence.binding).replace("_", "-") or "max-graphs"
-        other = "smaller" if "slo" in evidence.binding else "larger"
-        rows.append(("warning", f"{worst.source}: {took}; a {other} --{limits} shortens it"))
+        limits = ", --".join(evidence.binding).replace("_", "-")
+        remedy = "keep those if these steps matter"
+        if limits:
+            other = "smaller" if "slo" in evidence.binding else "larger"
+            remedy = f"a {other} --{limits} shortens it"
+        rows.append(("warning", f"{worst.source}: {took}; {remedy}"))
     told = [row for row in said(plan, brief=not whole) if row not in rows]
     rows.append(("step times", evidence.times_source))
     rows += [row for row in _rows(plan) if row[0] in ("mode", "LoRA cases")]
@@ -467,7 +467,7 @@ def _details(evidence: Evidence) -> Iterator[RenderableType | None]:
             words=[
                 "unused: graphs that run no batch",
                 "equal: the fewest with a step as short; within 0.1%: at most 0.1% longer; both of "
-                "the traffic alone, the plan has graphs for insurance and loads, too",
+                "the traffic alone, the plan has graphs for unseen sizes and loads, too",
             ],
         )
     if evidence.failed:
@@ -534,13 +534,14 @@ def _assumptions(plan: Plan, evidence: Evidence) -> Iterator[Fact]:
 def _reasons(plan: Plan, evidence: Evidence, whole: bool) -> Iterator[Fact]:
     if whole:
         yield from _assumptions(plan, evidence)
-    included = f"lower bound {format_microseconds(evidence.lower_bound_us)}"
+    more = []
     if evidence.insurance:
-        included = "with insurance"
+        more.append(f"{evidence.insurance:.0%} of unseen sizes")
     if evidence.other_loads:
-        included = "with loads"
-        if evidence.insurance:
-            included = "with insurance, loads"
+        more.append("higher loads")
+    included = f"with {' and '.join(more)}"
+    if not more:
+        included = f"lower bound {format_microseconds(evidence.lower_bound_us)}"
     proof = "lower bound reported"
     if evidence.unmeasured > MOST_UNMEASURED:
         proof = "extrapolated: most steps have sizes that were not measured"
@@ -561,9 +562,8 @@ def _reasons(plan: Plan, evidence: Evidence, whole: bool) -> Iterator[Fact]:
         brings = f"{format_microseconds(worth.microseconds)} a step ({worth.percent:.2g}%)"
         if evidence.one_list:
             brings += " with a size more"
-        others = evidence.insurance + evidence.other_loads
-        insured = "is for insured batches, and " if others else ""
-        nothing = f"{insured}would bring this traffic nothing"
+        unseen = f"is for {' or '.join(more)}, and " if more else ""
+        nothing = f"{unseen}would bring this traffic nothing"
         yield "next graph", brings if worth.percent >= 1e-3 else nothing
 
 

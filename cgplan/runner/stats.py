@@ -330,6 +330,12 @@ class StatsCollector:
                     given = zip(names, map(str, [runner, *values]), strict=False)
                     family.add_sample(f"cgplan_{name}_total", dict(given), count)
             yield family
+        info = self._core.InfoMetricFamily(
+            "cgplan", "Inputs that have a fixed size, with their shapes.", labels=["runner"]
+        )
+        for runner, stats in self._runners.items():
+            info.add_metric([runner], {"inputs": ", ".join(stats.plan.fixed_inputs)})
+        yield info
         host = self._core.SummaryMetricFamily(
             "cgplan_host_seconds",
             "Host time of every 16th call (RunnerStats.time_every), until it returned.",

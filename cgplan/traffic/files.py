@@ -30,7 +30,7 @@ from cgplan.modes import RUNTIME_MODES, CUDAGraphMode
 from cgplan.planning import Plan
 from cgplan.traffic.histogram import MOST_BATCHED_TOKENS, SizeCounts, StepShape, Traffic
 from cgplan.traffic.simulation import NO_ADAPTER, Request, RequestTrace, poisson_arrivals
-from cgplan.units import listed
+from cgplan.units import counted, listed
 
 LOG_LINE = re.compile(r"\b(DEBUG|INFO|WARNING|ERROR)\b")
 _FILLED = re.compile(r"\S")
@@ -347,8 +347,10 @@ _HEADER = re.compile(r"\|\s*" + r"\s*\|\s*".join(COLUMNS) + r"\s*\|")
 _ROW = re.compile(r"\|((?:[^|]*\|){5}|\s*-?\d+\s*(?:\|.*)?)$")
 _MODE = re.compile(r"- Mode: *(?:CUDAGraphMode\.)?(\w+)\s*$")
 _SIZES = re.compile(r"- Capture sizes: *\[([\d, ]*)\]\s*$")
+FEW_STEPS = 100  # of a runner, below which they need not be typical
 METRIC = "cgplan_batches"  # of a runner's metrics, in Prometheus' text format
 _REPLAYS = re.compile(r'^cgplan_replays_total\{.*?num_tokens="(\d+)"', re.MULTILINE)
+_INFO = re.compile(r"^cgplan_info\{.*", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
@@ -760,12 +762,26 @@ def _metrics(text: str, path: Path, plan: Plan) -> Traffic:
     counts, guesses = _counted(rows, plan)
     others = sorted(set(map(int, _REPLAYS.findall(text))).difference(plan.capture_sizes))
     warnings = []
-    if others:
+    declared = ", ".join(plan.fixed_inputs)
+    infos = (dict(_LABEL.findall(line)) for line in _INFO.findall(text))
+    inputs = next((info["inputs"] for info in infos if info["runner"] in runners), declared)
+    if inputs != declared:
+        warnings.append(
+            f"the runner of {path.name} takes {inputs}, the configuration declares {declared}: "
+            "take metrics and runner.config of one runner"
+        )
+    elif others:
         warnings.append(
             f"the runner of {path.name} has graphs of {listed(others)}, which the configuration "
             "does not list: take runner.config of that runner, unless you changed the sizes since"
         )
-    return Traffic.of(counts, f"{path.name}: metrics of a runner", guesses, warnings)
+    traffic = Traffic.of(counts, f"{path.name}: metrics of a runner", guesses)
+    if traffic.total < FEW_STEPS:
+        warnings.append(
+            f"{path.name} has {counted(round(traffic.total), 'step')}: let the server run for a "
+            "typical hour, and plan again"
+        )
+    return traffic.changed(warnings=tuple(warnings))
 
 
 def _metric_rows(text: str, path: Path) -> Iterator[RawRow]:
@@ -814,8 +830,8 @@ def _check_shape(shape: StepShape, path: Path, plan: Plan) -> None:
             "recorded.",
         )
     most = plan.max_loras or 0
-    counted = most + 1 if most else 0
-    if shape.num_active_loras > counted:
+    most_counted = most + 1 if most else 0
+    if shape.num_active_loras > most_counted:
         raise TrafficError(
             f"{path}: a batch has {shape.num_active_loras} active LoRA adapters, the "
             f"configuration allows {most}",

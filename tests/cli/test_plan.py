@@ -215,9 +215,9 @@ def test_plan_for_requests_is_made_with_the_step_times_of_the_plan(home: Path) -
     shown = unwrapped(good(*command).stdout)
     whole = unwrapped(good(*command, "--verbose").stdout)
     assert "the largest that may come, max_num_seqs = " in whole
-    assert re.search("times and costs; with insurance, loads +binding", shown)
+    assert re.search("times and costs; with 10% of unseen sizes and higher loads +binding", shown)
     plan = plan_of(*command, "--insurance", "0")
-    for objective, loads in (("robust", "with loads"), ("mean", r"lower bound [0-9.]+ us")):
+    for objective, loads in (("robust", "with higher loads"), ("mean", r"lower bound [0-9.]+ us")):
         without = ("--insurance", "0", "--objective", objective)
         shown = unwrapped(good(*command, *without).stdout)
         assert re.search(rf"times and costs; {loads} +binding", shown)

@@ -79,9 +79,16 @@ def test_a_load_whose_steps_are_longer_is_a_warning_above_the_sizes(
     ]
     changed = plan.changed(evidence={**(plan.evidence or {}), "loads": loads, "other_loads": 0.1})
     shown = " ".join(plain_text(brief(changed), 100).split())
-    told = "4 times the load: 264 us a step, 100 us with the graphs asked for; a larger --"
+    told = (
+        "4 times the load: 264 us a step, 100 us with the graphs asked for; keep those if "
+        "these steps matter"
+    )
     assert (told in shown.partition(" sizes ")[0]) is is_told
-    remedies = {"capture_time": "larger --capture-time", "slo": "smaller --slo"}
+    remedies = {
+        "max_graphs": "larger --max-graphs",
+        "capture_time": "larger --capture-time",
+        "slo": "smaller --slo",
+    }
     for limit, remedy in remedies.items():
         bound = changed.changed(evidence={**(changed.evidence or {}), "binding": [limit]})
         shown = " ".join(plain_text(brief(bound), 100).split())
@@ -94,7 +101,7 @@ def test_a_next_graph_for_insured_batches_is_not_one_for_the_traffic() -> None:
     """A graph that lint misses may bring the traffic something."""
     plan = plan_named("plan_traffic")
     insured = plan.changed(evidence={**(plan.evidence or {}), "insurance": 0.1})
-    told = "next graph  is for insured batches, and would bring this traffic nothing"
+    told = "next graph  is for 10% of unseen sizes, and would bring this traffic nothing"
     assert told in plain_text(brief(insured), 200)
 
 

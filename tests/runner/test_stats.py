@@ -443,13 +443,40 @@ def test_metrics_of_a_runner_with_other_sizes_are_told(tmp_path: Path) -> None:
         for size in (3, 4)
     )
     path.write_text(
-        f'cgplan_batches_total{{runner="96",num_tokens="3",uniform="false"}} 6.0\n{replays}'
+        f'cgplan_batches_total{{runner="96",num_tokens="3",uniform="false"}} 600.0\n{replays}'
     )
     for sizes, told in (([3, 4], []), ([1, 4], ["has graphs of 3, which"])):
         plan = build_plan(
             PLAN.settings.with_values("compilation", cudagraph_capture_sizes=tuple(sizes))
         )
         warnings = read_traffic(path, plan).warnings
+        assert len(warnings) == len(told)
+        assert all(part in warning for part, warning in zip(told, warnings, strict=True))
+
+
+def test_metrics_of_a_runner_with_other_inputs_and_of_few_steps_are_told(tmp_path: Path) -> None:
+    client = pytest.importorskip("prometheus_client")
+    path = tmp_path / "metrics.txt"
+    plans = {}
+    for side in (64, 96):
+        shape = {"shape": ["num_tokens", 3, side, side], "dtype": "float32", "pad": 0}
+        config = {"inputs": {"x": shape}, "compilation": {"cudagraph_capture_sizes": [1, 4]}}
+        plans[side] = build_plan(Config.model_validate(config))
+    stats = RunnerStats(plans[96])
+    count = count_of(stats, 3, 3, NONE, BatchDescriptor(3), MissReason.TOO_LARGE)
+    for calls, side, told in (
+        (100, 96, []),
+        (
+            100,
+            64,
+            ["takes x [num_tokens, 3, 96, 96], the configuration declares x [num_tokens, 3, 64"],
+        ),
+        (1, 96, ["metrics.txt has 1 step: let the server run"]),
+    ):
+        count.calls = calls
+        both = StatsCollector({"64": RunnerStats(plans[64]), "96": stats})
+        path.write_text(client.generate_latest(both).decode())
+        warnings = read_traffic(path, plans[side]).warnings
         assert len(warnings) == len(told)
         assert all(part in warning for part, warning in zip(told, warnings, strict=True))
 
