@@ -1,4 +1,4 @@
-"""A model of pictures behind FastAPI: requests that wait share a batch, which runs as one graph.
+"""A model of pictures behind FastAPI: requests of one resolution that wait share a batch, which runs as one graph.
 
 uvicorn --app-dir docs/examples picture_server:app
 python -c "print([[[0.5] * 32] * 32] * 3)" | curl localhost:8000/classify --json @-
@@ -12,19 +12,20 @@ from contextlib import asynccontextmanager
 import torch
 from fastapi import FastAPI, HTTPException
 from fastapi.responses import PlainTextResponse
+from prometheus_client import generate_latest
 from torch import nn
 
 import cgplan
+from cgplan.runner.stats import StatsCollector
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SIZES = [1, 4, 16]  # of batches with a graph, in pictures
-LARGEST = 16  # pictures that run together; above max(SIZES) they run without a graph
+SIZES = {(3, 32, 32): [1, 4, 16]}  # batches with a graph, in pictures, by a picture's shape: one for each resolution
+LARGEST = 16  # pictures that run together; those above the largest size run without a graph
 PATIENCE = 10  # seconds that a request waits
-SHAPE = 3, 32, 32  # of a picture
 
 
 def build():
-    """Your model: `timm.create_model("resnet18", pretrained=True)`, say, with SHAPE 3, 224, 224 and `x` as below."""
+    """Your model: `timm.create_model("resnet18", pretrained=True)`, say, with (3, 224, 224) in SIZES, and `x` below."""
     torch.manual_seed(0)
     return Net()
 
@@ -40,28 +41,38 @@ class Net(nn.Module):
 
 
 def capture():
-    inputs = {"x": (("num_tokens", *SHAPE), torch.float32, 0)}  # by the name in the forward; num_tokens: pictures
-    sizes, largest = {"cudagraph_capture_sizes": SIZES}, {"max_num_seqs": LARGEST, "max_num_batched_tokens": LARGEST}
-    return cgplan.capture(build().eval().to(DEVICE), inputs, compilation=sizes, scheduler=largest)
+    model, runners = build().eval().to(DEVICE), {}
+    largest = {"max_num_seqs": LARGEST, "max_num_batched_tokens": LARGEST}
+    for shape, sizes in SIZES.items():
+        inputs = {"x": (("num_tokens", *shape), torch.float32, 0)}  # by the name in the forward; num_tokens: pictures
+        graphs = {"cudagraph_capture_sizes": sizes}
+        runners[shape] = cgplan.capture(model, inputs, compilation=graphs, scheduler=largest)
+    return runners
 
 
-def serve(runner, waiting):
+def serve(runners, waiting):
     is_open = True
     while is_open:
-        batch = [waiting.get()]
-        while len(batch) < LARGEST and not waiting.empty():
-            batch.append(waiting.get())
-        if batch[-1] is None:  # the server ends
-            is_open = batch.pop() is not None
-        batch = [each for each in batch if each[1].set_running_or_notify_cancel()]  # others do not wait any more
-        if batch:
-            answer(runner, batch)
-    runner.close()
+        taken = [waiting.get()]
+        while len(taken) < LARGEST and not waiting.empty():
+            taken.append(waiting.get())
+        if taken[-1] is None:  # the server ends
+            is_open = taken.pop() is not None
+        batches = {}
+        for picture, waits in taken:
+            if waits.set_running_or_notify_cancel():  # others do not wait any more
+                batches.setdefault(picture.shape, []).append((picture, waits))
+        for batch in batches.values():
+            answer(runners, batch)
+    for runner in runners.values():
+        runner.close()
 
 
-def answer(runner, batch):
+def answer(runners, batch):
+    pictures = [picture for picture, _ in batch]
     try:
-        scores = runner(torch.stack([picture for picture, _ in batch])).tolist()  # read before the next call
+        runner = runners[pictures[0].shape]
+        scores = runner(torch.stack(pictures)).tolist()  # read before the next call
     except Exception as error:  # these requests fail, and later ones are served
         for _, waits in batch:
             waits.set_exception(error)
@@ -74,8 +85,8 @@ def answer(runner, batch):
 async def lifespan(app):
     waiting = app.state.waiting = queue.Queue(maxsize=64)
     with ThreadPoolExecutor(max_workers=1) as thread:  # it alone touches the model and the runner
-        runner = app.state.runner = await asyncio.wrap_future(thread.submit(capture))
-        thread.submit(serve, runner, waiting)
+        runners = app.state.runners = await asyncio.wrap_future(thread.submit(capture))
+        thread.submit(serve, runners, waiting)
         try:
             yield
         finally:
@@ -90,8 +101,8 @@ def picture_of(pixels):
         picture = torch.tensor(pixels, dtype=torch.float32)
     except ValueError as error:  # rows of several lengths
         raise HTTPException(422, str(error)) from None
-    if picture.shape != SHAPE:  # else the others of its batch would fail, too
-        raise HTTPException(422, f"the picture has shape {tuple(picture.shape)}, the model takes {SHAPE}")
+    if picture.shape not in SIZES:
+        raise HTTPException(422, f"the picture has shape {tuple(picture.shape)}, the model takes {[*SIZES]}")
     return picture
 
 
@@ -114,9 +125,16 @@ async def scores_of(picture):
 
 @app.get("/metrics", response_class=PlainTextResponse)
 def metrics():
-    return app.state.runner.stats.prometheus()
+    stats = {name: runner.stats for name, runner in named().items()}
+    return generate_latest(StatsCollector(stats)).decode()
 
 
-@app.get("/config", response_class=PlainTextResponse)
-def config():
-    return app.state.runner.config.model_dump_json()  # for `cgplan bench` and `cgplan plan`: JSON is YAML
+@app.get("/config/{name}", response_class=PlainTextResponse)
+def config(name: str):
+    if name not in named():
+        raise HTTPException(404, f"the server has {', '.join(named())}")
+    return named()[name].config.model_dump_json()  # for `cgplan bench` and `cgplan plan`: JSON is YAML
+
+
+def named():
+    return {"x".join(map(str, shape)): runner for shape, runner in app.state.runners.items()}

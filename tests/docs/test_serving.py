@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -434,12 +435,21 @@ def pictures() -> ModuleType:
     return example("picture_server")
 
 
+@pytest.mark.parametrize("shapes", [[(3, 32, 32)], [(3, 32, 32), (3, 32, 48)]])
 def test_a_server_of_pictures_batches_requests_and_answers_each_as_alone(
-    pictures: ModuleType,
+    pictures: ModuleType, shapes: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from fastapi.testclient import TestClient
 
-    asked = torch.randn(40, *pictures.SHAPE)
+    answer = pictures.answer
+
+    def slowly(*given: Any) -> None:
+        time.sleep(0.02)  # meanwhile others wait
+        answer(*given)
+
+    monkeypatch.setattr(pictures, "answer", slowly)
+    monkeypatch.setattr(pictures, "SIZES", {shape: [1, 4, 16] for shape in shapes})
+    asked = [torch.randn(shapes[number % len(shapes)]) for number in range(40)]
     with TestClient(pictures.app) as client, ThreadPoolExecutor(20) as threads:
 
         def ask(picture: torch.Tensor) -> list[float]:
@@ -448,17 +458,18 @@ def test_a_server_of_pictures_batches_requests_and_answers_each_as_alone(
             return answer.json()
 
         found = torch.tensor(list(threads.map(ask, asked)))
-        runner = pictures.app.state.runner
+        runners = pictures.app.state.runners
+        assert [*runners] == shapes
         with torch.no_grad():
             model = pictures.build().eval().to(pictures.DEVICE)
-            wanted = model(asked.to(pictures.DEVICE)).cpu()
+            wanted = torch.cat([model(each[None].to(pictures.DEVICE)) for each in asked]).cpu()
         torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
-        assert runner.stats.eager.total() == 0
-        assert runner.stats.calls < 40
+        assert sum(runner.stats.eager.total() for runner in runners.values()) == 0
+        assert sum(runner.stats.calls for runner in runners.values()) < 40
         for wrong, said in (
             (
                 [[[0.5] * 16] * 16] * 3,
-                "the picture has shape (3, 16, 16), the model takes (3, 32, 32)",
+                f"the picture has shape (3, 16, 16), the model takes {shapes}",
             ),
             ([[[0.5], [0.5, 0.5]]], "expected sequence of length 1"),
         ):
@@ -466,11 +477,16 @@ def test_a_server_of_pictures_batches_requests_and_answers_each_as_alone(
             assert refused.status_code == 422
             assert said in refused.json()["detail"]
         assert client.post("/classify", json=[1]).status_code == 422
-        assert "cgplan_replays_total{" in client.get("/metrics").text
-        config = Config.model_validate(client.get("/config").json())
-        assert config.scheduler.max_num_seqs == pictures.LARGEST
-        assert config.scheduler.max_num_batched_tokens == pictures.LARGEST
-    assert runner.is_closed
+        metrics = client.get("/metrics").text
+        for shape in shapes:
+            name = "x".join(map(str, shape))
+            assert f'runner="{name}"' in metrics
+            config = Config.model_validate(client.get(f"/config/{name}").json())
+            assert config.inputs["x"].shape == ("num_tokens", *shape)
+            assert config.scheduler.max_num_seqs == pictures.LARGEST
+            assert config.scheduler.max_num_batched_tokens == pictures.LARGEST
+        assert client.get("/config/8x8").status_code == 404
+    assert all(runner.is_closed for runner in runners.values())
 
 
 def test_the_page_shows_the_middle_of_that_server() -> None:
@@ -492,13 +508,14 @@ def test_a_server_of_pictures_runs_no_request_that_nobody_awaits(
 
     answer, permits, batches = pictures.answer, Semaphore(0), list[int]()
 
-    def when_permitted(runner: Any, batch: list[Any]) -> None:
+    def when_permitted(runners: Any, batch: list[Any]) -> None:
         batches.append(len(batch))
         permits.acquire()
-        answer(runner, batch)
+        answer(runners, batch)
 
     monkeypatch.setattr(pictures, "answer", when_permitted)
-    pixels = torch.zeros(pictures.SHAPE).tolist()
+    [shape] = pictures.SIZES
+    pixels = torch.zeros(shape).tolist()
 
     def ask() -> asyncio.Task[list[float]]:
         return asyncio.ensure_future(pictures.classify(pixels))
@@ -526,7 +543,9 @@ def test_a_server_of_pictures_runs_no_request_that_nobody_awaits(
                 permits.release(10_000)
             assert len(await first) == len(await last) == 10
             assert batches == [1, 1]
-            runner = pictures.app.state.runner
+            with pytest.raises(KeyError):
+                await pictures.scores_of(torch.zeros(3, 8, 8))  # where no handler refused it
+            runner = pictures.app.state.runners[shape]
             runner.invalidate("head.weight")
             with pytest.raises(AddressError, match="weight' moved"):
                 await ask()
