@@ -760,7 +760,10 @@ def test_a_name_that_no_argument_has_is_told(backend: GraphBackend) -> None:
     assert g.explain().count("which a call lacks") == 1
     g = cgplan.graphed(model, dynamic={"pixels": {0: "rows"}})
     close(g(x, mask=x), x * x)
-    assert "dynamic or pad names 'pixels', which a call lacks; it has x, mask" in g.explain()
+    told = (
+        "dynamic or pad names 'pixels', which a call lacks; it has x, mask; of it nothing varies: "
+    )
+    assert f"{told}each shape has its graph" in g.explain()
 
 
 def test_errors_of_the_model_are_the_models(backend: GraphBackend) -> None:

@@ -3,13 +3,16 @@
 import inspect
 import re
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
 
 from cgplan.backends.blame import Line, blamed_line
+from cgplan.config import Input
 from cgplan.errors import (
     BackendError,
     CaptureError,
@@ -62,7 +65,7 @@ def explain_failure(
     host_sync: CaptureError | None = None,
     all_freed: bool = True,
     model: Any = None,
-    inputs: Iterable[str] = (),
+    inputs: Mapping[str, Input] = MappingProxyType({}),
 ) -> CgplanError:
     """``all_freed``: the session gives up what it captured; ``model`` failed on ``inputs``."""
     where = blamed_line(error.__traceback__)
@@ -110,7 +113,10 @@ def explain_failure(
 
 
 def explain_eager_failure(
-    error: Exception, batch: str, model: Any = None, inputs: Iterable[str] = ()
+    error: Exception,
+    batch: str,
+    model: Any = None,
+    inputs: Mapping[str, Input] = MappingProxyType({}),
 ) -> CgplanError:
     if isinstance(error, CgplanError):
         return error
@@ -118,25 +124,41 @@ def explain_eager_failure(
     lacking = _lacking_dtype(error, where)
     if lacking:
         return lacking
-    arguments = ""
-    swallowed = ""
-    with suppress(TypeError, ValueError):  # of no model; of a builtin
-        signature = inspect.signature(getattr(model, "forward", model))
-        names = [re.split("[:=]", str(each))[0] for each in signature.parameters.values()]
-        arguments = f"({', '.join(names)})"
-        for name in inputs:
-            if "**" in arguments and name not in signature.parameters:
-                swallowed += (
-                    f"The forward has no argument {name!r}: its **kwargs took it. "
-                    f"{did_you_mean(name, signature.parameters)}"
-                )
+    remedy = said_of_names(model, inputs) + "Check the declared inputs"
+    for name, declared in inputs.items():
+        remedy += f", {name} [{', '.join(map(str, declared.shape))}]"
+    remedy += ", against the model's forward"
+    known = [re.split("[:=]", str(each))[0] for each in _arguments(model).values()]
+    if known:
+        remedy += f"({', '.join(known)})"
+    remedy += "."
+    if not isinstance(model, nn.Module):
+        remedy += " Pass a model, not a function that builds it."
     return ModelError(
         f"the model failed on a batch padded to {batch}, at {where}: {type(error).__name__}: "
         f"{first_line(error)}",
-        remedy=f"{swallowed}Check the declared inputs against the model's forward{arguments}. "
-        "Pass a model, not a function that builds it; dimension 0 of an example input is the "
-        "batch.",
+        remedy=remedy,
     )
+
+
+def said_of_names(model: Any, names: Iterable[str]) -> str:
+    """On each name that is no argument, where ``**kwargs`` take it."""
+    said = ""
+    known = _arguments(model)
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in known.values())
+    for name in names:
+        if takes_any and name not in known:
+            said += (
+                f"The forward has no argument {name!r}: its **kwargs took it. "
+                f"{did_you_mean(name, known)}"
+            )
+    return said
+
+
+def _arguments(model: Any) -> Mapping[str, inspect.Parameter]:
+    with suppress(TypeError, ValueError):  # of no model; of a builtin
+        return inspect.signature(getattr(model, "forward", model)).parameters
+    return {}
 
 
 def _lacking_dtype(error: Exception, where: Line) -> BackendError | None:

@@ -1,12 +1,14 @@
 """`cgplan init`: a starting configuration from a model's forward, or from one call."""
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from cgplan.backends import select_backend
+from cgplan.captures.failures import said_of_names
 from cgplan.cli.output import prints_aside
 from cgplan.config.reference import InputGuess, starting_yaml
 from cgplan.drop_in import Graphed, graphed
@@ -61,7 +63,8 @@ def _of_call(
         except Exception as error:  # of the model's code
             raise ModelError(
                 f"{target} does not take what {call} returns: {type(error).__name__}: {error}",
-                remedy="Return the forward's arguments: a tensor, sequence, or mapping by name.",
+                remedy=f"{said_of_names(made, example if isinstance(example, Mapping) else ())}"
+                "Return the forward's arguments: a tensor, sequence, or mapping by name.",
             ) from error
     return graphs.config_text(target, kwargs)
 

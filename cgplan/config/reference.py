@@ -174,7 +174,7 @@ def starting_yaml(
     text = yaml.safe_dump({"model": model}, sort_keys=False, width=100, allow_unicode=True)
     head = "inputs:\n"
     if not any(guess.required for guess in inputs):
-        head = "inputs: {}\n  # all have defaults: uncomment some and drop {}, or use --call\n"
+        head = "inputs:\n  # all have defaults: uncomment some, or use --call\n"
     return (
         f"{_HEAD}\n{text}{hint}{_MODEL_HINT}\n{head}{''.join(map(_input, inputs))}\n"
         + _REST.format(requests=rows or 256, tokens=rows or 8192)

@@ -799,6 +799,14 @@ class Config(Section):
     traffic: TrafficConfig | None = None
     budget: BudgetConfig = Field(default_factory=BudgetConfig)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_empty(cls, data: Any) -> Any:
+        """A section without keys is null in YAML."""
+        if not isinstance(data, dict):
+            return data
+        return {name: section for name, section in data.items() if section is not None}
+
     def with_values(
         self,
         section: str,

@@ -413,7 +413,8 @@ class Learner:
                 # another call may have it
                 hint = did_you_mean(given, kind.specs, "did you mean {!r}?")
                 hint = hint or f"it has {', '.join(kind.specs)}"
-                self.tell_once(f"{what}, which a call lacks; {hint}", given)
+                now = f"; of it {_NOTHING_VARIES}" if kind.is_exact else ""
+                self.tell_once(f"{what}, which a call lacks; {hint}{now}", given)
         self._kinds[call.form].append(kind)
         return kind
 

@@ -121,13 +121,17 @@ def call_target(
                 signature.bind(**kwargs)
             except TypeError as error:
                 message = f"arguments do not fit {target}: {error}"
-                raise ModelError(message, remedy=f"It takes {signature}. {to_fit}") from error
+                remedy = f"It takes {signature}. {to_fit}"
+                if not isinstance(found, type) and not inspect.isroutine(found):
+                    message = f"{target} is of class {type(found).__name__}, no model"
+                    remedy = "Name a function that returns one."
+                raise ModelError(message, remedy=remedy) from error
         with _blaming(f"calling {target}"), torch.device(device):
             return found(**kwargs)
 
 
 def forward_signature(model: Callable[..., Any]) -> list[ForwardArgument]:
-    """Without ``*args`` and ``**kwargs``."""
+    """Without ``*args``, ``**kwargs`` and flags that have a default."""
     function = model.forward if isinstance(model, nn.Module) else model
     found = []
     for name, given in inspect.signature(function).parameters.items():
@@ -136,10 +140,14 @@ def forward_signature(model: Callable[..., Any]) -> list[ForwardArgument]:
         annotation = ""
         if given.annotation is not given.empty:
             annotation = inspect.formatannotation(given.annotation).strip("'")
+        required = given.default is given.empty
+        is_flag = "bool" in annotation or isinstance(given.default, bool)
+        if is_flag and not required:
+            continue
         found.append(
             ForwardArgument(
                 name,
-                given.default is given.empty,
+                required,
                 annotation,
             )
         )

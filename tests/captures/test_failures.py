@@ -39,8 +39,19 @@ def test_the_end_of_a_capture_asks_what_needed_the_host() -> None:
 def test_a_model_of_torchs_modules_alone_is_blamed_in_torch() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(4, 4)).eval()
     specs = {"input": cgplan.Input(shape=("num_tokens", 8), dtype="float32", pad=0)}
-    with pytest.raises(ModelError, match=r"linear\.py:\d+: `return F.linear\("):
+    with pytest.raises(ModelError, match=r"linear\.py:\d+: `return F.linear\(") as caught:
         cgplan.capture(model, specs, compilation={"cudagraph_capture_sizes": [4]}, device="cpu")
+    declared = (
+        "Check the declared inputs, input [num_tokens, 8], against the model's forward(input)."
+    )
+    assert caught.value.remedy == declared
+
+
+def test_a_function_that_builds_the_model_is_told() -> None:
+    specs = {"input": cgplan.Input(shape=("num_tokens", 8), dtype="float32", pad=0)}
+    with pytest.raises(ModelError) as caught:
+        cgplan.capture(lambda: nn.Linear(8, 8), specs, device="cpu")
+    assert caught.value.remedy.endswith("Pass a model, not a function that builds it.")
 
 
 def test_an_input_that_kwargs_took_is_told() -> None:

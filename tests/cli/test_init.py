@@ -152,6 +152,38 @@ def test_init_of_a_call_that_the_model_does_not_take(
     assert f"models.py:Net does not take what call.py:example returns: {problem}" in message
 
 
+def test_init_of_a_call_with_a_name_that_kwargs_take(home: Path) -> None:
+    (home / "made.py").write_text(
+        "import torch\n\n\ndef build():\n    return model\n\n\n"
+        "def model(pixels=None, **kwargs):\n    return pixels * 2\n\n\n"
+        "def example():\n    return {'pixel': torch.ones(3)}\n"
+    )
+    message = refused(cgplan.ModelError, "init", "made.py:build", "--call", "made.py:example")
+    assert "no argument 'pixel': its **kwargs took it. Did you mean 'pixels'?" in message
+
+
+def test_an_object_that_builds_no_model_is_told(home: Path) -> None:
+    """As the app of a web server, beside the function that builds its model."""
+    (home / "made.py").write_text(
+        "class App:\n    def __call__(self, scope):\n        pass\n\n\napp = App()\n"
+    )
+    message = refused(cgplan.ModelError, "init", "made.py:app")
+    assert "made.py:app is of class App, no model" in message
+    assert "Name a function that returns one." in message
+
+
+def test_init_of_a_model_whose_arguments_all_have_defaults(home: Path) -> None:
+    """Inputs are uncommented in the file as it is."""
+    (home / "made.py").write_text(
+        "def build():\n    return lambda pixels=None, flag=False: pixels\n"
+    )
+    text, config = started(home, "made.py:build")
+    assert config.inputs == {}
+    assert "flag" not in text
+    (home / "more.yaml").write_text(re.sub("^  # (?=pixels|  )", "  ", text, flags=re.MULTILINE))
+    assert set(load_config("more.yaml").inputs) == {"pixels"}
+
+
 def test_init_of_a_function_that_takes_arguments(home: Path) -> None:
     (home / "call.py").write_text("def example(rows):\n    return None\n")
     message = refused(cgplan.ModelError, "init", "models.py:Net", "--call", "call.py:example")

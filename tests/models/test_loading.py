@@ -233,14 +233,16 @@ def test_forward_signature() -> None:
         ("positions", True, "Tensor"),
     ]
 
-    def model(x: torch.Tensor, scale=2.0, *rest, flag: bool = True, **more):  # type: ignore[no-untyped-def]
+    def model(  # type: ignore[no-untyped-def]
+        x: torch.Tensor, kept: bool, scale=2.0, *rest, flag: bool = True, other=False, **more
+    ):
         return x
 
     assert [(a.name, a.required) for a in forward_signature(model)] == [
         ("x", True),
+        ("kept", True),
         ("scale", False),
-        ("flag", False),
-    ]
+    ], "a flag that has a default is no input"
     assert forward_signature(nn.Linear(2, 2))[0].annotation == "torch.Tensor"
 
 
