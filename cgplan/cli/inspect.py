@@ -151,8 +151,9 @@ def check_vllm(
             if others:
                 nbytes = predicted.total_bytes
     typer.echo(wrapped("\n".join(said)))
-    for line in log.kv_cache(plan, nbytes, utilization, gpu_gib) if log else ():
-        typer.echo(wrapped(line))
+    if log and (read or not any(log.other_memory(plan))):
+        for line in log.kv_cache(plan, nbytes, utilization, gpu_gib):
+            typer.echo(wrapped(line))
     if read and read.lost:
         raise PlanError(
             "vLLM does not capture all that was asked for\n  - " + "\n  - ".join(read.lost),

@@ -5,6 +5,7 @@ is loaded for `--costs estimate` and `measure` alone.
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -322,7 +323,10 @@ def run_check(path: Path, loads: Loads, max_regret: float | None, shown: Shown) 
             workspace_bytes=plan.predicted.workspace_bytes,
         )
     command = getattr(plan.emission, "command", "") or "cgplan plan FILE"
-    command += f" --traffic FILE --step-times FILE --output {path}"
+    for file, speed in loads.files:
+        command += f" --traffic {shlex.quote(f'{file}@{speed:g}x' if speed != 1 else str(file))}"
+    times_file = shlex.quote(str(loads.step_times or "FILE"))
+    command += f" --step-times {times_file} --output {path.with_stem(f'new-{path.stem}')}"
     lifted = f"{command} --mode best --memory none"
     check = Planner(times, sources, costs, **rules).check(config, plan, lifted)
     shown.publish(check)

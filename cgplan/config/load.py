@@ -147,7 +147,8 @@ def loaded_config(
         key = _override(data, override)
         found = {path: at for path, at in found.items() if path[: len(key)] != key}
         for depth in range(1, len(key)):
-            found.setdefault(key[:depth], override.option)
+            if found.setdefault(key[:depth], override.option).startswith("--"):
+                found[key[:depth]] = override.option  # the last one is wrong beside others
         found[key] = override.option
     try:
         config = Config.model_validate(data)

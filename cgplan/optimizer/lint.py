@@ -153,17 +153,19 @@ def _unmeasured_sizes(plan: Plan, run: Run) -> Iterator[str]:
     for lane, sizes in plan.lanes().items():
         most = run.times.measured_to(lane.mode, lane.num_active_loras)
         beyond = [size for size in sizes if size > ABOUT * most]
-        how = ""
         if beyond:
+            start = f"--max-cudagraph-capture-size {beyond[-1]}"
             if lane.uniform and plan.query_len > 1:
-                how = f": vLLM without drafts runs them with --max-num-seqs {beyond[-1]}"
+                start += f" --max-num-seqs {beyond[-1]}, without drafts"
             text = (
                 f"steps were measured up to {counted(most, 'token')}, the gain of {listed(beyond)} "
-                f"is extrapolated{how}"
+                "is extrapolated; to leave it out: --set "
+                f"compilation.max_cudagraph_capture_size={most}; to measure it: starts of vLLM "
+                f"with {start}, or a bench"
             )
             lanes.setdefault(text, []).append(str(lane))
     for text, names in lanes.items():
-        yield f"{'; '.join(names)}: {text}"
+        yield f"{' and '.join(names)}: {text}"
 
 
 def sizes_between(plan: Plan, run: Run) -> Iterator[str]:

@@ -772,7 +772,8 @@ class _Offer:
 
     @property
     def largest(self) -> int:
-        return largest_of(self.lane, self.plan)
+        most = largest_of(self.lane, self.plan)
+        return min(most, self.plan.largest_allowed or most)
 
     def time(self, sizes: Ints) -> Floats:
         lane = self.lane

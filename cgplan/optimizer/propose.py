@@ -513,8 +513,8 @@ class PlannedGraphs:
         if has_adapters and not any(curve.num_active_loras for curve in run.times.curves):
             unsure.append(
                 "steps with adapters were not measured: taken as "
-                f"{run.times.lora_overhead:.0%} longer; if a log's had some, give a table with "
-                "num_active_loras"
+                f"{run.times.lora_overhead:.0%} longer; vLLM's log does not tell them, a table "
+                "with num_active_loras does"
             )
         binding = self._binding()
         price = inputs.price(plan.keys)

@@ -443,6 +443,9 @@ def _vllm(plan: Plan, given: EngineOptions) -> Emission:
             f"`{_command(plan, again, bounds, given.costs, given.output)}`"
         )
     text = json.dumps(config)
+    asked = kept
+    if plan.largest_allowed:
+        asked = {**kept, "max_cudagraph_capture_size": plan.largest_allowed}
     read = read_vllm(
         text,
         max_num_seqs=plan.max_num_seqs,
@@ -459,9 +462,11 @@ def _vllm(plan: Plan, given: EngineOptions) -> Emission:
             f"{len(captured)} keys, the plan has {len(plan.keys)}"
         )
     if q > 1:
+        method = plan.settings.speculative.method
+        named = f"--spec-method {method} " if method else ""
         notes.append(
-            f"made for {q - 1} speculative tokens: add your --speculative-config, to "
-            "`cgplan vllm check` its method and number"
+            f"made for {counted(q - 1, 'speculative token')}: add --speculative-config to vLLM, "
+            f"and `{named}--spec-tokens {q - 1}` to `cgplan vllm check`"
         )
     is_v1 = not is_v2 and (q > 1 or "cudagraph_specialize_lora" in kept)
     return Emission(
@@ -472,7 +477,7 @@ def _vllm(plan: Plan, given: EngineOptions) -> Emission:
         # else both runners capture the same
         environment=("VLLM_USE_V2_MODEL_RUNNER=0",) if is_v1 else (),
         notes=tuple(notes),
-        command=_command(plan, kept, bounds, given.costs),
+        command=_command(plan, asked, bounds, given.costs),
     )
 
 

@@ -334,6 +334,17 @@ class Plan(Record):
         return self.capture_sizes[-1] if self.capture_sizes else 0
 
     @property
+    def largest_allowed(self) -> int | None:
+        """The largest capture size that the configuration allows, if it names one: beside a list of
+        sizes, that only repeats its largest.
+        """
+        given = self.config["compilation"]
+        if isinstance(given["cudagraph_capture_sizes"], list):
+            return None
+        most: int | None = given["max_cudagraph_capture_size"]
+        return most
+
+    @property
     def draft_keys(self) -> tuple[Key, ...]:
         return self.draft_prefill_keys + self.draft_decode_keys
 

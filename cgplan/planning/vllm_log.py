@@ -198,8 +198,8 @@ class StartLog:
             )
         if not self.sizes:
             yield (
-                "the log does not name its capture sizes, which may be others than these: give it "
-                "from its first line"
+                "the log does not name its capture sizes, which may be others than these, nor what "
+                "was kept free for graphs, which the KV cache may have: give it from its first line"
             )
         elif plan.max_capture_size > 2 * self.sizes[-1]:
             yield f"sizes of the log end at {self.sizes[-1]}: memory of far larger ones is a guess"
@@ -335,11 +335,12 @@ class StartLog:
                 f"{drafts if self.drafts else 'no drafts'} and {loras}, or another log"
             )
             return
-        _, total, share, fits, *_ = self.advice
+        _, total, share, fits, _, used = self.advice
         room = fits + self.bytes - graph_bytes
         if self.reserved:  # the advice takes off the graphs twice, rounded to 0.01 GiB
             room += self.reserved - GIB // 200
-        rest = total * share - room / GIB
+        today = total * share
+        rest = today - room / GIB
         total = gpu_gib or total
         share = utilization or share
         left = total * share - rest
@@ -348,7 +349,7 @@ class StartLog:
                 f"no KV cache fits: {-left:.2f} GiB are missing, as all else takes {rest:.2f} GiB",
                 remedy="Give another --gpu-memory-utilization or GPU, or capture fewer graphs.",
             )
-        size = f"{left:.2f} GiB"
+        size = f"{left:.2f} GiB on each GPU"
         if self.kv_token_bytes:
             size += f", {left * GIB / self.kv_token_bytes:,.0f} tokens"
         bound = f" {self.max_num_batched_tokens}" if self.max_num_batched_tokens else ""
@@ -357,6 +358,11 @@ class StartLog:
             f"--gpu-memory-utilization {share:g}, less {rest:.2f} GiB for all else, at the log's "
             f"--max-num-batched-tokens{bound}, of it {format_bytes(graph_bytes)} for graphs"
         )
+        if total * share == today and left < used and self.sizes:
+            yield (
+                f"that is {used - left:.2f} GiB less than today: the graphs, and 150 MiB to spare, "
+                "take more than vLLM kept free"
+            )
 
 
 def _ranks_of(text: str) -> int:

@@ -583,9 +583,10 @@ def _ladders(evidence: Evidence, whole: bool) -> RenderableType | None:
 
     shown = evidence.ladders
     more = ""
-    if len(shown) > MOST_LADDERS and not whole:
-        more = f"; {len(shown) - MOST_LADDERS} more with --verbose"
-        shown = shown[:MOST_LADDERS]
+    most = 2 if evidence.one_list else MOST_LADDERS  # others are of other engines
+    if len(shown) > most and not whole:
+        more = f"; {len(shown) - most} more with --verbose"
+        shown = shown[:most]
     words = [
         f"padding: share of all tokens; gain: how much shorter the plan's step is{more}",
         f"bound: each batch at its best, in a graph{eager}; no gain: a ladder within 1% of it",

@@ -17,7 +17,6 @@ from cgplan.modes import CUDAGraphMode, Key
 from cgplan.optimizer.propose import PlanInputs, plan_graphs
 from cgplan.planning import Plan
 from cgplan.planning.difference import compare
-from cgplan.planning.plan import capture_fields
 from cgplan.pricing import GraphCosts, representative_keys
 from cgplan.reports.records import ReplanReport, ReplanWay, uncapturable
 from cgplan.runner.stats import Mark, RunnerStats
@@ -180,18 +179,8 @@ def _proposal(
     costs: GraphCosts | None,
 ) -> Plan:
     config = captured.graphs.config
-    limited = config
-    most = config.compilation.max_cudagraph_capture_size
-    tokens = config.scheduler.max_num_batched_tokens
-    if most is not None and most < tokens:
-        bounds = config.scheduler.changed(max_num_batched_tokens=most)
-        limited = config.changed(scheduler=bounds)
     lost = uncapturable(captured.failed.values())
-    planned = plan_graphs(PlanInputs(limited, [(traffic, 1.0)], times, costs, lost))
-    return planned.explained().changed(
-        max_num_batched_tokens=tokens,
-        **capture_fields(config),
-    )
+    return plan_graphs(PlanInputs(config, [(traffic, 1.0)], times, costs, lost)).explained()
 
 
 def _exchange(

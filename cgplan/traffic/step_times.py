@@ -470,7 +470,7 @@ class StepTimes(Record):
                 said.append(curve.beyond(floor))
             if sizes[0] > FEW and mode is not CUDAGraphMode.PIECEWISE:
                 unsure.append(
-                    f"{curve.name} below {sizes[0]} tokens was not measured: taken as long; "
+                    f"{curve.name} below {sizes[0]} tokens was not measured: as long as there; "
                     "measure smaller steps, too: eager ones of an engine by a start without graphs"
                 )
         if modes == {CUDAGraphMode.NONE, CUDAGraphMode.FULL}:

@@ -938,7 +938,7 @@ def test_vllm_check(home: Path) -> None:
         r"predicted: \S+ \S+ and \S+ s, by the log of vLLM, \S+ \(no graph of the draft model\)",
         shown,
     )
-    assert shown.rstrip().endswith("for graphs")
+    assert shown.rstrip().endswith("take more than vLLM kept free")
     assert unwrapped(good("vllm", "check", *drafted, "--costs", str(START)).stdout) == shown
     as_logged = ("--max-num-batched-tokens", "8,192")
     assert good("vllm", "check", *as_logged).stdout == good("vllm", "check").stdout
@@ -1122,13 +1122,14 @@ def test_a_start_that_forgot_its_drafts_is_another(home: Path) -> None:
         "a start with 8 graphs (4 PIECEWISE; 4 FULL; 0 speculative tokens, not 1), not "
         "with 8 graphs and 8 of the draft model" in unwrapped(forgot.stderr)
     )
+    assert "--kv-cache-memory-bytes: the log has" not in unwrapped(forgot.stdout)
     other = cgplan_command(*checked, "drafted.json", "--log", "twice.log")
     assert other.exit_code == errors.PlanMismatchError.exit_code
     assert "; 2 speculative tokens, not 1)" in unwrapped(other.stderr)
     *_, hint, options = forgot.stdout.splitlines()
     assert hint == (
-        "made for 1 speculative tokens: add your --speculative-config, to `cgplan vllm check` its "
-        "method and number"
+        "made for 1 speculative token: add --speculative-config to vLLM, and `--spec-method mtp "
+        "--spec-tokens 1` to `cgplan vllm check`"
     )
     assert options.startswith("--compilation-config")
     more = cgplan_command(*checked, "alone.json", "--log", "drafted.log")
@@ -1259,7 +1260,7 @@ def test_a_plan_on_other_traffic(home: Path) -> None:
     four, in_seven, two = 100 + 600 / 7, 100 + 1200 / 7, 100 + 200 / 7
     failed = cgplan_command(*check, "tomorrow.csv", "--max-regret", "46%", "--json")
     assert failed.exit_code == errors.RegretError.exit_code
-    anew = "cgplan plan FILE --traffic FILE --step-times FILE --output plan.json"
+    anew = "cgplan plan FILE --traffic tomorrow.csv --step-times times.csv --output new-plan.json"
     assert f"`{anew}`" in unwrapped(failed.stderr)
     config = '{"cudagraph_mode": "FULL", "pass_config": {"enable_sp": true}}'
     drafts = (
@@ -1280,7 +1281,7 @@ def test_a_plan_on_other_traffic(home: Path) -> None:
     told = (
         """`cgplan plan --vllm '{"pass_config": {"enable_sp": true}}' --max-num-seqs 16 """
         "--max-num-batched-tokens 8192 --enable-lora --max-loras 2 --num-speculative-tokens 1 "
-        "--speculative-method ngram --traffic FILE --step-times FILE"
+        "--speculative-method ngram --traffic low.csv --step-times FILE --output new-vllm.json"
     )
     assert told in unwrapped(missed.stderr)
     found = PlanCheck.model_validate_json(failed.stdout)

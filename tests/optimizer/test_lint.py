@@ -61,7 +61,11 @@ def test_sizes_beyond_the_measured_ones_are_told() -> None:
         {(NONE, 0): {1: 20_000, 400: 40_000}, (FULL, 0): {1: 4_000, 128: 9_000}}, "by hand"
     )
     (told,) = warnings(plan, seen, "measured", times)
-    assert told.endswith("were measured up to 128 tokens, the gain of 256, 400 is extrapolated")
+    assert told.endswith(
+        "were measured up to 128 tokens, the gain of 256, 400 is extrapolated; to leave it out: --set "
+        "compilation.max_cudagraph_capture_size=128; to measure it: starts of vLLM with "
+        "--max-cudagraph-capture-size 400, or a bench"
+    )
 
 
 def test_decode_of_drafts_beyond_the_measured_sizes_says_how_to_measure_it() -> None:
@@ -73,7 +77,7 @@ def test_decode_of_drafts_beyond_the_measured_sizes_says_how_to_measure_it() -> 
     piecewise, decodes = sorted(warnings(plan, seen, "measured", times), reverse=True)
     assert "of 256, 400 is extrapolated" in piecewise
     assert "--max-num-seqs" not in piecewise
-    how = "the gain of 256 is extrapolated: vLLM without drafts runs them with --max-num-seqs 256"
+    how = "--max-cudagraph-capture-size 256 --max-num-seqs 256, without drafts, or a bench"
     assert decodes.endswith(how)
     assert warnings(plan, seen, "measured") == []
 

@@ -576,10 +576,16 @@ def test_sizes_that_the_configuration_lists_are_a_ladder_too() -> None:
     assert evidence_of(config_of(sizes="trtllm")).ladders[1].name == next(iter(LADDERS))
 
 
-def test_a_largest_size_bounds_the_ladders_not_the_plan() -> None:
+def test_a_largest_size_bounds_the_ladders_and_the_plan() -> None:
+    """A list of sizes repeats its largest beside it, as the options of a plan do: that is no bound."""
     evidence = evidence_of(config_of(max_cudagraph_capture_size=16, budget={"max_graphs": 4}))
     assert ladder(evidence, "powers_of_two").graphs == 5
-    assert sizes_of(evidence) == [(16, 32, 48, 64)]
+    assert sizes_of(evidence) == [(4, 8, 12, 16)]
+    assert "batches that no graph holds, up to 64 tokens" in "".join(evidence.warnings)
+    listed = evidence_of(
+        config_of(sizes=[16], max_cudagraph_capture_size=16, budget={"max_graphs": 4})
+    )
+    assert sizes_of(listed) == [(16, 32, 48, 64)]
 
 
 # --- what is said of it ---------------------------------------------------------------------------------------
@@ -770,8 +776,8 @@ def test_lora_cases_that_are_not_told_apart_are_planned_as_one() -> None:
         "LoRA cases 1, 2, 4 were not planned for" in note for note in proposal.evidence.notes
     )
     told = (
-        "steps with adapters were not measured: taken as 10% longer; if a log's had some, give a table with "
-        "num_active_loras"
+        "steps with adapters were not measured: taken as 10% longer; vLLM's log does not tell them, a table "
+        "with num_active_loras does"
     )
     assert told in proposal.evidence.unsure
     left_out = left_out_of(proposal.evidence)

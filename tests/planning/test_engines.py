@@ -74,7 +74,7 @@ def test_vllm_literally() -> None:
 def test_vllm_captures_the_same_keys_for_one_list_of_sizes(plan: Plan) -> None:
     assert read_back(plan).keys == plan.keys
     notes = emit(plan, "vllm").notes
-    assert [note for note in notes if "speculative tokens" not in note] == []
+    assert [note for note in notes if "speculative token" not in note] == []
 
 
 @settings(max_examples=40, deadline=None)
@@ -405,7 +405,8 @@ def test_emitted_names_are_those_of_the_engines(plan: Plan) -> None:
     for engine in ("vllm", "sglang", "trtllm"):
         emission = emit(plan, engine, EngineOptions(4))
         text, notes = emission.block, emission.notes
-        names = set(re.findall(r"--[a-z][a-z-]*", " ".join((text, *notes))))
+        of_engine = re.sub("`[^`]*`", "", " ".join((text, *notes)))  # cgplan's are quoted
+        names = set(re.findall(r"--[a-z][a-z-]*", of_engine))
         if engine == "vllm":
             names |= set(vllm_json(plan))
         elif engine == "trtllm":
@@ -427,6 +428,30 @@ def test_the_versions_are_those_that_names_were_recorded_of() -> None:
     for engine, recorded in versions.items():
         found = {part["version"] for part in parts if part["engine"] == recorded}
         assert found - {"before 0.33"} == {VERSIONS[engine]}
+
+
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        (
+            "accepted_token=2",
+            "--set unknown key 'speculative.accepted_token' (did you mean 'accepted_tokens'?)",
+        ),
+        ("accepted_tokens=9", "--set speculative: accepted_tokens is 9, but with 3 draft tokens"),
+    ],
+)
+def test_a_setting_is_blamed_not_the_options_of_its_section(setting: str, told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read("{}", num_speculative_tokens=3, overrides=[f"speculative.{setting}"])
+    assert str(caught.value).startswith(told)
+
+
+def test_a_largest_size_is_in_the_command_that_plans_again() -> None:
+    plan = build_plan(read('{"max_cudagraph_capture_size": 4}').loaded.config)
+    command = emit(plan, "vllm").command
+    assert """--vllm '{"max_cudagraph_capture_size": 4}'""" in command
+    pasted = build_plan(read(json.dumps(vllm_json(plan))).loaded.config)
+    assert "max_cudagraph" not in emit(pasted, "vllm").command, "it repeats the largest of a list"
 
 
 def test_keys_of_the_compilation_config_are_vllms() -> None:

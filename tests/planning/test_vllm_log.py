@@ -100,12 +100,20 @@ def test_the_kv_cache_of_other_graphs_shares_and_gpus(
     (said,) = log.kv_cache(PLAN, graphs, share, gpu)
     room, before = (int(re.findall(r"\d{9,}|\d+(?= \()", text)[0]) for text in (said, own))
     assert room == pytest.approx(before + more * GIB, abs=1)
-    found = re.search(r"GiB, ([\d,]+) tokens", said)
+    found = re.search(r"GiB on each GPU, ([\d,]+) tokens", said)
     assert found
     assert int(found[1].replace(",", "")) == round(room / MIB)
     assert f"{gpu or 80:g} GiB of the GPU x --gpu-memory-utilization {share or 0.9:g}" in said
     with pytest.raises(BudgetError, match=r"no KV cache fits: 14\.\d\d GiB are missing"):
         next(log.kv_cache(PLAN, GIB, 0.1, None))
+
+
+def test_a_kv_cache_smaller_than_todays_says_why() -> None:
+    """vLLM kept 0.75 GiB free, and advises to leave 150 MiB."""
+    _, less = started(LOG).kv_cache(PLAN, GIB, None, None)
+    assert less == (
+        "that is 0.40 GiB less than today: the graphs, and 150 MiB to spare, take more than vLLM kept free"
+    )
     silent = started("Graph capturing finished in 5 secs, took 0.5 GiB")
     (told,) = silent.kv_cache(PLAN, 0, 0.9, 80)
     assert told.startswith("the log does not tell memory, as with --kv-cache-memory-bytes: ")
