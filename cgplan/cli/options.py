@@ -489,7 +489,9 @@ class PlannedLoads(Loads):
         metavar="NAME=TIME",
         parser=goal,
     )
-    kv_cache_tokens: int | None = count_from_1("Tokens that the KV cache holds; absent: no limit.")
+    kv_cache_tokens: int | None = count_from_1(
+        "Tokens that the KV cache holds; absent: as a log in --costs has it, or no limit."
+    )
     kv_token_bytes: int | None = count_from_1("Bytes of a token in the KV cache.")
 
 

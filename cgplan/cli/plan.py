@@ -507,7 +507,10 @@ def _for_traffic(
             "your requests'; docs/planning.md says how vLLM logs them.",
         )
     replicas = loads.replicas or 1
-    kept = priced.log.kv_token_bytes if priced.log else 0
+    kv_tokens = kv_token_bytes = 0
+    if priced.log:
+        kv_tokens = priced.log.kv_tokens
+        kv_token_bytes = priced.log.kv_token_bytes
     with progress("planning for the traffic") as step:
         planner = Planner(
             times,
@@ -518,8 +521,8 @@ def _for_traffic(
             loads.objective,
             any_mode=mode is ModeChoice.best,
             slo=loads.slo or (),
-            kv_tokens=loads.kv_cache_tokens,
-            kv_token_bytes=loads.kv_token_bytes or kept,
+            kv_tokens=loads.kv_cache_tokens or kv_tokens or None,
+            kv_token_bytes=loads.kv_token_bytes or kv_token_bytes,
             replicas=replicas,
             one_list=engine == "vllm",
             apart=engine not in (None, "vllm"),

@@ -85,7 +85,8 @@ class StartLog:
         model, mode, sizes: That vLLM was to capture; ``mode`` as its attention backend lowered it.
         support: Of that backend; None if it lowered no mode.
         ranks: Of data parallelism, of a mixture of experts: others log 1.
-        kv_token_bytes: Of the KV cache, by ``advice``.
+        kv_tokens: That the KV cache holds.
+        kv_token_bytes: Of one there, by ``advice``.
     """
 
     seconds: float
@@ -97,6 +98,7 @@ class StartLog:
     model: str | None = None
     mode: CUDAGraphMode | None = None
     sizes: tuple[int, ...] = ()
+    kv_tokens: int = 0
     kv_token_bytes: int = 0
     max_num_seqs: int = 0
     max_num_batched_tokens: int = 0
@@ -136,10 +138,10 @@ class StartLog:
             reserved = max(map(float, _ESTIMATED.findall(text)), default=0.0)
         advice = [tuple(map(float, found)) for found in _ADVICE.findall(text)]
         advised = min(advice, key=itemgetter(3), default=())
-        tokens = _KV_TOKENS.search(text)
+        tokens = int(["0", *_KV_TOKENS.findall(text)][-1].replace(",", ""))
         kv_bytes = 0.0
         if advised and tokens:
-            kv_bytes = advised[-1] * GIB / int(tokens[1].replace(",", ""))
+            kv_bytes = advised[-1] * GIB / tokens
         version = _VERSION.search(text)
         drafts = _DRAFTS.search(text)
         given = ["", *_GIVEN.findall(server)][-1]
@@ -155,6 +157,7 @@ class StartLog:
             model=captures and captures[1],
             mode=mode and CUDAGraphMode.parse(mode),
             sizes=tuple(sizes),
+            kv_tokens=tokens,
             kv_token_bytes=round(kv_bytes),
             max_num_seqs=int(["0", *_SEQS.findall(given)][-1]),
             max_num_batched_tokens=int(["0", *_BOUND.findall(server)][-1]),

@@ -600,7 +600,10 @@ def test_memory_of_graphs_is_told_as_tokens_of_kv_cache(
     size = "INFO [kv_cache_utils.py:1] GPU KV cache size: 1,000,000 tokens\n"
     (home / "start.log").write_text(start.read_text() + size)
     command = (*GIVEN, "--mode", "keep", "--memory", memory, "--costs", "start.log")
-    told = decisions(plan_of(*command, "--kv-cache-tokens", "1000000"))
+    plan = plan_of(*command)
+    assert plan.evidence
+    assert plan.evidence["kv_tokens"] == 1_000_000
+    told = decisions(plan)
     pattern = (
         r"(.+) [MG]iB (\w+) than the graphs asked for are ([\d,]+) tokens of KV cache, .*% (\w+)"
     )
@@ -615,6 +618,9 @@ def test_memory_of_graphs_is_told_as_tokens_of_kv_cache(
     )
     assert given is not None
     assert int(given[1].replace(",", "")) == pytest.approx(tokens * 0.53687, abs=1)
+    tight = plan_of(*command, "--kv-cache-tokens", "90000")
+    assert tight.evidence
+    assert tight.evidence["kv_tokens"] == 90_000
 
 
 def test_packed_traces(home: Path) -> None:
