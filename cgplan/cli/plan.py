@@ -322,11 +322,7 @@ def run_check(path: Path, loads: Loads, max_regret: float | None, shown: Shown) 
             source=plan.predicted.source,
             workspace_bytes=plan.predicted.workspace_bytes,
         )
-    command = getattr(plan.emission, "command", "") or "cgplan plan FILE"
-    for file, speed in loads.files:
-        command += f" --traffic {shlex.quote(f'{file}@{speed:g}x' if speed != 1 else str(file))}"
-    times_file = shlex.quote(str(loads.step_times or "FILE"))
-    command += f" --step-times {times_file} --output {path.with_stem(f'new-{path.stem}')}"
+    command = _command_anew(path, plan, loads, rules)
     lifted = f"{command} --mode best --memory none"
     check = Planner(times, sources, costs, **rules).check(config, plan, lifted)
     shown.publish(check)
@@ -341,6 +337,24 @@ def run_check(path: Path, loads: Loads, max_regret: float | None, shown: Shown) 
             f"{max_regret * 100:g}%",
             remedy=f"Plan for this traffic: `{command}`.",
         )
+
+
+def _command_anew(path: Path, plan: Plan, loads: Loads, rules: Mapping[str, Any]) -> str:
+    command: str = getattr(plan.emission, "command", "") or "cgplan plan FILE"
+    for file, speed in loads.files:
+        name = str(file) if speed == 1 else f"{file}@{speed:g}x"
+        command += f" --traffic {shlex.quote(name)}"
+    repeated = {
+        "--speedup": loads.speedup,
+        "--replicas": rules["replicas"],
+        "--kv-cache-tokens": rules.get("kv_tokens"),
+    }
+    for option, given in repeated.items():
+        if given not in (None, 1):
+            command += f" {option} {given}"
+    times = shlex.quote(str(loads.step_times or "FILE"))
+    output = shlex.quote(str(path.with_stem(f"new-{path.stem}")))
+    return f"{command} --step-times {times} --output {output}"
 
 
 def announcements(plan: Plan) -> Iterator[str]:

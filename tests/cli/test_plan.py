@@ -1273,7 +1273,8 @@ def test_a_plan_on_other_traffic(home: Path) -> None:
         "1",
     )
     vllm = ("--vllm", config, "--max-num-seqs", "16", "--max-graphs", "3", *drafts)
-    good("plan", *vllm, *command[3:-4], "--mode", "keep", "--output", "vllm.json")
+    bounded = (*vllm, "--kv-cache-tokens", "9000", "--mode", "keep", "--output", "vllm.json")
+    good("plan", *command[3:-4], *bounded)
     (home / "low.csv").write_text("num_tokens,num_reqs,uniform,count\n2,1,true,90\n")
     missed = cgplan_command(
         "plan", "check", "vllm.json", "--traffic", "low.csv", "--max-regret", "0%"
@@ -1281,7 +1282,8 @@ def test_a_plan_on_other_traffic(home: Path) -> None:
     told = (
         """`cgplan plan --vllm '{"pass_config": {"enable_sp": true}}' --max-num-seqs 16 """
         "--max-num-batched-tokens 8192 --enable-lora --max-loras 2 --num-speculative-tokens 1 "
-        "--speculative-method ngram --traffic low.csv --step-times FILE --output new-vllm.json"
+        "--speculative-method ngram --traffic low.csv --kv-cache-tokens 9000 --step-times FILE "
+        "--output new-vllm.json"
     )
     assert told in unwrapped(missed.stderr)
     found = PlanCheck.model_validate_json(failed.stdout)
