@@ -65,6 +65,7 @@ MOST_POINTS = 12
 MOST_SAID = 4
 MOST_USES = 24
 MOST_SIZES = 150  # characters
+SAME_MEMORY = 0.01  # a change of memory that is none
 NOTABLE = 0.05  # how much longer steps of a load are for a warning
 LEAST_SHOWN = 0.0005  # a share that 0.1% is written for
 _WAYS: dict[ReplanWay, str] = {
@@ -215,8 +216,10 @@ def _headline(plan: Plan, evidence: Evidence) -> str:
     if ladder and ladder.bytes is not None:
         seconds += f" instead of {format_seconds(ladder.seconds)}"
         theirs = format_bytes(ladder.bytes)
-        less = "; for less: --memory" if evidence.slo else "; for less: --memory or --slo"
-        memory += less if theirs == memory else f" instead of {theirs}"
+        if theirs != memory:
+            memory += f" instead of {theirs}"
+        if abs(cost.total_bytes - ladder.bytes) <= SAME_MEMORY * ladder.bytes:
+            memory += "; for less: --memory" if evidence.slo else "; for less: --memory or --slo"
     about = "estimated " if cost.estimated or cost.extrapolated else ""
     lacking = ""
     if plan.draft_keys and not cost.has_drafts:

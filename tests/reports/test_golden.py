@@ -62,6 +62,11 @@ def test_memory_that_looks_alike_is_not_compared() -> None:
         assert ("memory 1.7 MiB instead of 2.7 MiB" in head) is compared
         alone = "memory 1.7 MiB; for less: --memory or --slo"
         assert head.endswith(alone) is not compared
+    large = plan.predicted.model_copy(update={"static_bytes": 1000 << 20})
+    ladder = {**configured, "bytes": large.total_bytes + (5 << 20)}
+    near = plan.changed(predicted=large, evidence={**plan.evidence, "ladders": [ladder]})
+    head = " ".join(plain_text(brief(near), 100).split("verdict")[0].split())
+    assert re.search(r"MiB instead of \d+ MiB; for less: --memory or --slo$", head)
     evidence = {**changed.evidence, "ladders": [configured | {"bytes": plan.predicted.total_bytes}]}
     goal = {"name": "tpot_p99", "microseconds": 3e4}
     with_slo = changed.changed(evidence={**evidence, "slo": [goal]})
