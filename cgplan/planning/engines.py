@@ -88,6 +88,7 @@ class EngineOptions(NamedTuple):
         ranks: Attention DP ranks, which share the bounds.
         decided: Options given for what the plan decides.
         kept: Keys of vLLM's compilation config that no plan decides.
+        ladder: Options that change vLLM's ladder, each after a space.
         costs, output: As the command that plans has them.
     """
 
@@ -96,6 +97,7 @@ class EngineOptions(NamedTuple):
     ranks: int = 1
     decided: tuple[str, ...] = ()
     kept: Mapping[str, Any] = MappingProxyType({})
+    ladder: str = ""
     costs: str = ""
     output: str = ""
 
@@ -213,7 +215,11 @@ def read_vllm(
                 f"taken, vLLM's default depends on the GPU{doubled}{where}"
             )
     kept = {name: value for name, value in given.items() if name not in _PLANNED}
-    return VllmConfig(loaded, tuple(notes), build_plan(config).warnings, EngineOptions(kept=kept))
+    mode_option = f" --performance-mode {performance_mode}"
+    ladder = "" if performance_mode == "balanced" else mode_option
+    ladder += " --blackwell" if blackwell else ""
+    engine_options = EngineOptions(kept=kept, ladder=ladder)
+    return VllmConfig(loaded, tuple(notes), build_plan(config).warnings, engine_options)
 
 
 def _runner(
@@ -477,7 +483,7 @@ def _vllm(plan: Plan, given: EngineOptions) -> Emission:
         # else both runners capture the same
         environment=("VLLM_USE_V2_MODEL_RUNNER=0",) if is_v1 else (),
         notes=tuple(notes),
-        command=_command(plan, asked, bounds, given.costs),
+        command=_command(plan, asked, bounds + given.ladder, given.costs),
     )
 
 

@@ -454,6 +454,14 @@ def test_a_largest_size_is_in_the_command_that_plans_again() -> None:
     assert "max_cudagraph" not in emit(pasted, "vllm").command, "it repeats the largest of a list"
 
 
+def test_options_of_the_ladder_are_in_the_command_that_plans_again() -> None:
+    found = read("{}", performance_mode="interactivity", blackwell=True)
+    command = emit(build_plan(found.loaded.config), "vllm", found.options).command
+    assert command.endswith(
+        "--max-num-batched-tokens 64 --performance-mode interactivity --blackwell"
+    )
+
+
 def test_keys_of_the_compilation_config_are_vllms() -> None:
     known = {*engines._TAKEN_OVER, *engines._WITHOUT_EFFECT, *engines._OTHER_GRAPHS, "mode"}
     assert known <= RECORDED["vllm"]
