@@ -470,8 +470,9 @@ class StepTimes(Record):
                 said.append(curve.beyond(floor))
             if sizes[0] > FEW and mode is not CUDAGraphMode.PIECEWISE:
                 unsure.append(
-                    f"{curve.name} below {sizes[0]} tokens was not measured: as long as there; "
-                    "measure smaller steps, too: eager ones of an engine by a start without graphs"
+                    f"{curve.name} below {sizes[0]} tokens was not measured: taken as "
+                    f"long as at {sizes[0]}; measure smaller steps, too: eager ones of an engine "
+                    "by a start without graphs"
                 )
         if modes == {CUDAGraphMode.NONE, CUDAGraphMode.FULL}:
             unsure.append(

@@ -556,6 +556,8 @@ def test_a_lora_case_is_told_apart_from_the_number_of_adapters_that_was_given() 
     assert "FULL uniform, LoRA case 5: 8" in head
     assert "LoRA cases 0, 5 active adapters (5: any number up to max_loras 4)" in head
     assert "5 adapters" not in shown
+    assert "trtllm" not in shown, "vLLM has no such ladder"
+    assert "trtllm" in good(*command, "--verbose").stdout
     told = "steps with adapters were not measured: taken as 10% longer"
     assert told in head
     assert told not in " ".join(good(*GIVEN, "--enable-lora", "--max-loras", "4").stdout.split())

@@ -146,6 +146,7 @@ def test_a_log_without_a_profile_counts_graphs_by_its_progress_bars() -> None:
     assert said == "by the log the graphs took 522 MiB and 5 s"
     told = "the log does not name its capture sizes, which may be others"
     assert doubt.startswith(f"warning: {told}")
+    assert "nor what was kept free for graphs, which the KV cache may have" in doubt
     notes = costs_of(
         f"{bars}\nGraph capturing finished in 5 secs, took 0.51 GiB", config_of()
     ).notes

@@ -140,7 +140,10 @@ def test_times_between_and_beyond_points(
             {"NONE": {1: 10}, "FULL": {1: 5, 8: 6}},
             "eager was measured at 1 token only: taken as long for others; measure those, too",
         ),
-        ({"NONE": {900: 10}, "FULL": {1: 5}}, "eager below 900 tokens was not measured"),
+        (
+            {"NONE": {900: 10}, "FULL": {1: 5}},
+            "eager below 900 tokens was not measured: taken as long as at 900",
+        ),
         (
             {"NONE": {1: 20}, "FULL": {1: 5, 2: 6}},
             "FULL beyond 2 tokens was not measured: 1 us for each more token; it saves less",
