@@ -1216,15 +1216,18 @@ def test_transformers_generate_by_graphs(backend: GraphBackend) -> None:
     t5 = T5ForConditionalGeneration(
         T5Config(vocab_size=20, d_model=16, d_kv=8, d_ff=16, num_layers=1)
     )
-    for other in (Net(), t5, "Qwen/Qwen3-0.6B", cgplan.graphed(lm), lm.generate):
-        wrong = "is not a decoder-only model of transformers"
+    for other in (t5, cgplan.graphed(t5)):
+        with pytest.raises(ConfigError, match="has an encoder, and graphed_gen") as refused:
+            cgplan.graphed_generate(other, max_cache_len=8)
+        assert "Set lm.forward = cgplan.graphed(lm.forward, dynamic={})" in refused.value.remedy
+    for other in (Net(), "Qwen/Qwen3-0.6B", cgplan.graphed(lm), lm.generate):
+        wrong = "is no model of transformers with a KV cache"
         with pytest.raises(ConfigError, match=wrong) as refused:
             cgplan.graphed_generate(other, max_cache_len=8)
         assert (
             "Pass the model itself, with its LM head: `lm`, not `lm.generate`"
             in refused.value.remedy
         )
-        assert "For others wrap one step by `graphed`." in refused.value.remedy
         assert "`AutoModelForCausalLM.from_pretrained(...)`" in refused.value.remedy
     for length in (None, 0, "64"):
         with pytest.raises(ConfigError, match=f"max_cache_len is {length!r}, no whole number"):
@@ -1268,11 +1271,12 @@ def test_transformers_generate_by_graphs(backend: GraphBackend) -> None:
         ({"max_cudagraph_capture_size": 2}, "has max_cudagraph_capture_size, which graphed sets"),
         ({"cudagraph_capture_sizes": [1, 2]}, "has cudagraph_capture_sizes, which graphed sets"),
         ({"boxes": [[1]]}, "has boxes, which graphed sets"),
-        ({"compiler": "inductor"}, "FULL with compiler inductor traces the forward"),
-        ({"cudagraph_mode": "PIECEWISE"}, "PIECEWISE with compiler eager traces the forward"),
+        ({"compiler": "inductor"}, "compiler inductor traces the forward, and its cache"),
+        ({"cudagraph_mode": "PIECEWISE"}, "PIECEWISE by operators traces the forward"),
+        ({"cudagraph_mode": "AUTO"}, "cudagraph_mode is AUTO"),
         (
             {"cudagraph_mode": "PIECEWISE", "splitting_modules": ["lm_head"], "piecewise": "ops"},
-            "PIECEWISE with compiler eager traces the forward",
+            "PIECEWISE by operators traces the forward",
         ),
     ],
 )
@@ -1555,6 +1559,76 @@ def test_generate_that_graphs_do_not_see_is_told(
     assert caplog.text.count("max_cache_len=...) sets up graphs") == 1
 
 
+@pytest.fixture
+def t5(backend: GraphBackend) -> Any:
+    transformers = pytest.importorskip("transformers")
+    widths = {"vocab_size": 200, "d_model": 64, "d_kv": 16, "d_ff": 64, "num_heads": 4}
+    ends = {"decoder_start_token_id": 0, "eos_token_id": None}
+    config = transformers.T5Config(**widths, **ends, num_layers=2, initializer_factor=20.0)
+    torch.manual_seed(0)
+    return transformers.T5ForConditionalGeneration(config).to(backend.device).eval()
+
+
+def test_a_module_with_an_encoder_is_told_what_gives_its_generate_graphs(
+    t5: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    cgplan.graphed(t5).generate(torch.ones(1, 3, dtype=torch.long), max_new_tokens=2)
+    assert "own code. Set lm.forward = cgplan.graphed(lm.forward, dynamic={})" in caplog.text
+
+
+def _own_caches(t5: Any, lengths: tuple[int, int]) -> Any:
+    from transformers import EncoderDecoderCache, StaticCache
+
+    return EncoderDecoderCache(*(StaticCache(t5.config, max_cache_len=n) for n in lengths))
+
+
+def test_a_decode_loop_over_a_cache_that_is_reset_between_prompts(
+    backend: GraphBackend, t5: Any
+) -> None:
+    """reset() sets a flag of the cache, by which the first token of a prompt fills its keys."""
+    prompts = [torch.randint(2, 200, (2, 9), device=backend.device) for _ in range(5)]
+    cache = _own_caches(t5, (32, 9))
+    hidden = torch.zeros(2, 9, 64, device=backend.device)
+
+    def step(token: Tensor) -> Any:
+        out = t5(
+            encoder_outputs=(hidden,),
+            decoder_input_ids=token,
+            past_key_values=cache,
+            use_cache=True,
+        )
+        return out.logits[:, -1].argmax(-1, keepdim=True)
+
+    g = cgplan.graphed(step, dynamic={}, verify="off")
+    for prompt in prompts:
+        wanted = t5.generate(prompt, max_new_tokens=12, do_sample=False)
+        cache.reset()
+        with torch.no_grad():
+            hidden.copy_(t5.encoder(prompt).last_hidden_state)
+            found = [torch.zeros(2, 1, dtype=torch.long, device=backend.device)]
+            for _ in range(12):
+                found.append(g(found[-1]))
+        assert torch.equal(torch.cat(found, 1), wanted)
+    assert g.graph_calls > 40
+
+
+def test_another_cache_for_each_prompt_is_told(backend: GraphBackend, t5: Any) -> None:
+    t5.forward = g = cgplan.graphed(t5.forward, dynamic={})
+    prompt = torch.randint(2, 200, (2, 9), device=backend.device)
+    options = {"max_new_tokens": 8, "do_sample": False, "disable_compile": True}
+    told = "argument `past_key_values` had 3 objects of EncoderDecoderCache, and each has graphs"
+    cache = _own_caches(t5, (32, 9))
+    for _ in range(4):
+        cache.reset()
+        t5.generate(prompt, past_key_values=cache, **options)
+    assert told not in g.explain()
+    for _ in range(2):
+        assert told not in g.explain()
+        t5.generate(prompt, past_key_values=_own_caches(t5, (32, 9)), **options)
+    assert told in g.explain()
+    assert "none yet" not in g.explain()
+
+
 class SmallState(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -1749,9 +1823,11 @@ def test_generate_without_a_prompt_of_tokens_tells_so(backend: GraphBackend) -> 
     g = cgplan.graphed_generate(lm, max_cache_len=32)
     g.generate(max_new_tokens=3)
     assert "generate with no input_ids does not use the cache" in g.explain()
+    assert "type" not in g.explain()
     with pytest.raises(Exception, match="shape") as refused:  # transformers' own
         lm.generate([[2, 3]], max_new_tokens=3)
     assert "transformers" in str(refused.traceback[-1].path)
+    assert "generate with input_ids of type list (pass a tensor) does not use" in g.explain()
 
 
 def test_generate_with_pictures_by_positions_computed_ahead(backend: GraphBackend) -> None:
@@ -1832,6 +1908,11 @@ def test_generate_with_a_sliding_window(backend: GraphBackend, kind: str, length
     assert (told in g.explain()) is not has_graphs
     assert ("; max_cache_len=16, the window, has graphs" in g.explain()) is not has_graphs
     assert "ignore" not in g.explain(), "the number decides what the cache does"
+    if has_graphs:
+        with pytest.raises(InputError) as refused:
+            lm.generate(prompt, max_new_tokens=100)
+        assert "a larger max_cache_len (above 16, its window, this model" in refused.value.remedy
+        assert "cgplan.load_model serves longer texts" in refused.value.remedy
 
 
 def test_generate_with_chunked_attention_runs_as_without_graphs(backend: GraphBackend) -> None:

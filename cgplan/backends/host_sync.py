@@ -1,5 +1,6 @@
 """Operators that need the host."""
 
+import re
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from cgplan.backends.blame import blamed_line
+from cgplan.backends.blame import Line, blamed_line
 from cgplan.backends.replacing import replaced, setting, shared
 from cgplan.errors import CaptureError, HostSyncError
 
@@ -25,10 +26,6 @@ Function = Callable[..., Any]
 Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
 
-_REMEDY = (
-    "Keep the value on the device (torch.where, masked_fill, index_select with a fixed number of "
-    "rows), or compute it outside of the graph."
-)
 _REMEDY_OF_UNSAFE = (
     "Run it between graphs: choose PIECEWISE, and name it in compilation.splitting_ops, or call "
     "it in an eager piece."
@@ -53,6 +50,20 @@ _INDEXING = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index
 _TO_HOST = " from the device to the host"
 
 
+def remedy_at(line: Line) -> str:
+    """Against an operator that needs the host."""
+    package = re.search(r"[/\\](?:site|dist)-packages[/\\](\w+)", line.file)
+    if package:
+        return (
+            f"The line is of {package[1]}. If it stands for an argument that you left out, such as "
+            "a mask, pass that argument; else compute it outside of the graph."
+        )
+    return (
+        "Keep the value on the device (torch.where, masked_fill, index_select with a fixed number "
+        "of rows), or compute it outside of the graph."
+    )
+
+
 @dataclass
 class Refusals:
     """Operators that needed the host.
@@ -75,7 +86,8 @@ class Refusals:
         needed = tensors_in(tree) if self.read is None else []
         if any(storage_id(tensor) in self.watched for tensor in needed):
             self.read = f"{operation}, at {blamed_line()}"
-        self._refuse(HostSyncError, f"{operation} needs the host", _REMEDY)
+        remedy = remedy_at(blamed_line())
+        self._refuse(HostSyncError, f"{operation} needs the host", remedy)
 
     def refuse_unsafe(self, operator: str) -> None:
         what = f"operator {operator} is tagged torch.Tag.cudagraph_unsafe"

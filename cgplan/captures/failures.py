@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from cgplan.backends.blame import Line, blamed_line
+from cgplan.backends.host_sync import remedy_at
 from cgplan.config import Input
 from cgplan.errors import (
     BackendError,
@@ -102,9 +103,7 @@ def explain_failure(
     if needs_host:
         return HostSyncError(
             f"capture of {key}: an operator needs the host, at {where}: {text}",
-            remedy="Keep the value on the device (torch.where, masked_fill), compute it before "
-            "the graph, or keep this "
-            "part out of it.",
+            remedy=remedy_at(where),
         )
     return CaptureError(
         f"capture of {key} failed, at {where}: {type(error).__name__}: {text}",

@@ -37,7 +37,13 @@ from cgplan.drop_in.kinds import Kind
 from cgplan.drop_in.learner import BATCH, Learner, Settings
 from cgplan.errors import CgplanError, ConfigError, InputError, did_you_mean, refuse_others
 from cgplan.graphs.fingerprint import Fingerprint
-from cgplan.models.loading import CACHE_ARGUMENTS, cache_argument, load_model, refuse_no_model
+from cgplan.models.loading import (
+    CACHE_ARGUMENTS,
+    beyond_positions,
+    cache_argument,
+    load_model,
+    refuse_no_model,
+)
 from cgplan.modes import CUDAGraphMode
 from cgplan.piecewise.breakable import submodules_matching
 from cgplan.reports.layout import Column, Grid, TextColumn, plain_text
@@ -46,6 +52,10 @@ from cgplan.runner.runner import GraphRunner
 from cgplan.units import counted, format_bytes
 
 _MOST_WITHOUT_GRAPHS = 4  # of the latest kinds
+_OF_ENCODERS = (
+    "Set lm.forward = cgplan.graphed(lm.forward, dynamic={}), and pass one cache of yours to "
+    "lm.generate, as in docs/graphed.md, Models with an encoder."
+)
 
 
 def graphed(
@@ -265,9 +275,11 @@ class Graphed:
         mode = self._settings.compilation.cudagraph_mode
         lines = [f"{self._name}: {graphs} of {self._settings.max_graphs} {mode} graphs"]
         rows = []
+        served = [kind.notes for kind in learner.kinds if kind.stats]
         latest = learner.kinds[-_MOST_WITHOUT_GRAPHS:]
         for kind in learner.kinds:
-            if kind.stats or kind in latest:
+            is_news = kind.eager_reason or kind.notes not in served
+            if kind.stats or (kind in latest and is_news):
                 keys = kind.runner.plan.keys if kind.runner else ()
                 sizes = ", ".join(key.size for _, key in reversed(keys))
                 lost = "freed" if kind.stats else "none yet"
@@ -385,10 +397,10 @@ class Graphed:
 
         @functools.wraps(value)
         def generate(*args: Any, **kwargs: Any) -> Any:
-            self._learner.tell_once(
-                "generate runs the model's own code: "
-                "cgplan.graphed_generate(model, max_cache_len=...) sets up graphs"
-            )
+            way = "cgplan.graphed_generate(model, max_cache_len=...) sets up graphs"
+            if _has_encoder(self._wrapped):
+                way = _OF_ENCODERS
+            self._learner.tell_once(f"generate runs the model's own code. {way}")
             return value(*args, **kwargs)
 
         return generate
@@ -546,13 +558,18 @@ def graphed_generate(
             f"max_cache_len is {max_cache_len!r:.80}, no whole number from 1",
             remedy="Give max_cache_len=1024.",
         )
-    is_decoder = hasattr(type(model), "generate") and cache_argument(model)
-    if not is_decoder or model.config.is_encoder_decoder:
+    name = type(model).__name__
+    if _has_encoder(model):
         raise ConfigError(
-            f"{type(model).__name__} is not a decoder-only model of transformers with a KV cache",
+            f"{name} has an encoder, and graphed_generate serves decoders alone",
+            remedy=_OF_ENCODERS,
+        )
+    if not hasattr(type(model), "generate") or not cache_argument(model):
+        raise ConfigError(
+            f"{name} is no model of transformers with a KV cache",
             remedy="Pass the model itself, with its LM head: `lm`, not `lm.generate`; "
             "`AutoModelForCausalLM.from_pretrained(...)`, `peft_model.get_base_model()`, or what "
-            "you gave to `torch.compile` or `graphed`. For others wrap one step by `graphed`.",
+            "you gave to `torch.compile` or `graphed`.",
         )
     forward = model.forward
     if isinstance(forward, Graphed):  # of an earlier call
@@ -561,21 +578,21 @@ def graphed_generate(
     compilation = vars(g)["_settings"].compilation
     is_piecewise = compilation.cudagraph_mode is CUDAGraphMode.PIECEWISE
     is_traced = is_piecewise and compilation.segments_from == "ops"
-    if is_traced or compilation.compiler != "eager":
+    if compilation.compiler != "eager":
         raise ConfigError(
-            f"cudagraph_mode {compilation.cudagraph_mode} with compiler {compilation.compiler} "
-            "traces the forward, and its cache is in no trace",
-            remedy="Leave compiler out. PIECEWISE needs splitting_modules, such as "
+            f"compiler {compilation.compiler} traces the forward, and its cache is in no trace",
+            remedy="Leave compiler out.",
+        )
+    if is_traced:
+        raise ConfigError(
+            "PIECEWISE by operators traces the forward, and its cache is in no trace",
+            remedy="Leave cudagraph_mode out, or split the model by splitting_modules, such as "
             '["model.layers.*.self_attn"].',
         )
     learner = vars(g)["_learner"]
-    text = model.config.get_text_config(decoder=True)
-    longest = getattr(text, "max_position_embeddings", None) or max_cache_len
-    if longest < max_cache_len:
-        learner.tell_once(
-            f"max_cache_len is {max_cache_len}, and max_position_embeddings of the model is "
-            f"{longest}: a longer text fails if positions are learned, else it is beyond training"
-        )
+    too_long = beyond_positions(model, max_cache_len)
+    if too_long:
+        learner.tell_once(too_long)
     if getattr(model, "_compiled_call_impl", None):
         learner.tell_once(
             "lm.compile() has no effect: set lm.forward = torch.compile(lm.forward) before"
@@ -596,6 +613,10 @@ def _again(
         g = Graphed(forward, settings)
         vars(g)["generate"] = generate
     return g
+
+
+def _has_encoder(model: Any) -> bool:
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
 class _Generate:
@@ -693,13 +714,19 @@ class _Generate:
             asked = f"max_new_tokens is {more or f'{_NEW_TOKENS}, the default of transformers'}"
             longest = length + (more or _NEW_TOKENS)
         longest -= 1  # the last token is not cached
+        hint = ""
+        if 0 < self._window < longest:
+            hint = (
+                f" (above {self._window}, its window, this model has no graphs here: "
+                "cgplan.load_model serves longer texts, docs/serving.md)"
+            )
 
         def refuse(*_: Any, **__: Any) -> Never:
             raise InputError(
                 f"the prompt has {length} tokens, and {asked}: {longest} to cache, and "
                 f"max_cache_len is {self._max_cache_len}",
-                remedy="Ask for fewer by max_new_tokens, set a larger max_cache_len, or pass "
-                'cache_implementation="dynamic" for eager code.',
+                remedy=f"Ask for fewer by max_new_tokens, set a larger max_cache_len{hint}, or "
+                'pass cache_implementation="dynamic" for eager code.',
             )
 
         return refuse if longest > self._max_cache_len else None
@@ -714,7 +741,10 @@ class _Generate:
             "use_cache=False": not option("use_cache", True),
             "autocast": torch.is_autocast_enabled(model.device.type),  # a static cache: one dtype
             "alibi": getattr(model.config, "alibi", False),  # Falcon's mask has the prompt's length
-            "no input_ids": not isinstance(prompt, Tensor),
+            "no input_ids": prompt is None,
+            f"input_ids of type {type(prompt).__name__} (pass a tensor)": not isinstance(
+                prompt, Tensor | None
+            ),
             # its tokens are others with a static cache
             "flex_attention": text._attn_implementation == "flex_attention",
             # transformers says which models may have static caches

@@ -38,7 +38,7 @@ from cgplan.graphs.fingerprint import Fingerprint, is_ignored
 from cgplan.graphs.footprint import look
 from cgplan.graphs.put_back import PutBack
 from cgplan.graphs.written import copy_limit, version_of
-from cgplan.planning.plan import refuse_auto
+from cgplan.modes import CUDAGraphMode
 from cgplan.runner.runner import GraphRunner
 from cgplan.units import counted
 
@@ -53,6 +53,7 @@ _MAX_GRAPHS = "Pass a number: max_graphs=16."
 _STRICT = "Pass strict=True, or leave it out."
 _MOST_KINDS = 256
 _MANY_SHAPES = 16
+_MANY_OBJECTS = 2
 _MOST_STATES = 2  # of one object that graphs serve: new, and filled
 NEW_STATES = "an object argument is new or in another state at each call"
 _EXACT = "so nothing is padded, and each shape has its own graph"
@@ -142,7 +143,11 @@ class Settings:
                 "sizes and max_size.",
             )
         self.compilation = _validated(CompilationConfig, "", **given, **own)
-        refuse_auto(self.compilation)
+        if self.compilation.cudagraph_mode is CUDAGraphMode.AUTO:
+            raise ConfigError(
+                "cudagraph_mode is AUTO, which measures other modes, and graphed does not",
+                remedy="Leave cudagraph_mode out, or name a mode.",
+            )
 
     @property
     def recomputes(self) -> bool:
@@ -364,12 +369,25 @@ class Learner:
                 "shapes",
             )
         named = call.by_name(self.signature)
+        twins = list[str]()
+        for other in self.kinds:
+            if other.stats and {*kind.notes} <= {*other.notes}:
+                twins += other.notes
         for argument, given in named.items():
             for value in objects_in(taken_apart(given)[0]):
                 known_ones = len(self._numbers)
                 number = self._numbers.setdefault(id(value), known_ones + 1)
-                name = f"{type(value).__name__} {number}"
-                kind.notes.append(f"{argument}: {name}, in one of its states")
+                text = f"{argument}: {type(value).__name__}"
+                note = f"{text} {number}, in one of its states"
+                seen = {note for note in twins if note.startswith(text)}
+                if len(seen) >= _MANY_OBJECTS:
+                    self.tell_once(
+                        f"argument `{argument}` had {len(seen) + 1} objects of "
+                        f"{type(value).__name__}, and each has graphs of its own: keep one, and "
+                        "reset() it",
+                        text,
+                    )
+                kind.notes.append(note)
         constants = constants_in(named, "")
         count = family.calls
         family.misses += bool(state)

@@ -350,7 +350,7 @@ def _versions_of(
         if issubclass(type(value), dict):
             addresses.append(id(value))
     lowest = min(addresses)
-    span = max(addresses) - lowest + 1
+    span = (max(addresses) - lowest) // 8 + 1
     start = lowest + object.__basicsize__ + 8
     reach: Any = (ctypes.c_uint64 * span).from_address(start)
     memory = np.frombuffer(reach, np.uint64)

@@ -1,6 +1,7 @@
 """The target `transformers`: a causal language model, one token a row."""
 
 import json
+import logging
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -9,7 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from cgplan.errors import InputError, ModelError, did_you_mean, first_line
-from cgplan.models.loading import CACHE_ARGUMENTS, cache_argument, find_file, parse_dtype
+from cgplan.models.loading import (
+    CACHE_ARGUMENTS,
+    beyond_positions,
+    cache_argument,
+    find_file,
+    parse_dtype,
+)
 
 try:
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
@@ -20,6 +27,7 @@ except ImportError as error:
         f"model target transformers: {error}", remedy="Install it: pip install cgplan[transformers]"
     ) from error
 
+logger = logging.getLogger(__name__)
 _NEAR = 0.72  # other tools' keys are less alike
 _ATTENTION_TYPES = ("full_attention", "sliding_attention")
 
@@ -56,7 +64,13 @@ class _RowLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
         def written(cached: Any, states: Tensor) -> Tensor:
             rows: Tensor = cached[: len(states)]
-            rows.scatter_(2, slots.expand_as(states), states)
+            try:
+                rows.scatter_(2, slots.expand_as(states), states)
+            except RuntimeError as error:  # without a GPU
+                raise InputError(
+                    f"a position is {int(slots.max()) - 1}, and max_cache_len is {self.max_len}",
+                    remedy="Raise model.kwargs.max_cache_len, or end the request before.",
+                ) from error
             return rows[:, :, : self.max_len]
 
         return written(self.keys, key_states), written(self.values, value_states)
@@ -97,6 +111,9 @@ class RowDecoder(nn.Module):
                 f"{text.model_type} has layers of kind {', '.join(other) or 'chunked_attention'}",
                 remedy=f"Choose a model with layers of kind {' and '.join(_ATTENTION_TYPES)}.",
             )
+        too_long = beyond_positions(model, max_cache_len)
+        if too_long:
+            logger.warning(too_long)
         self._windows = {kind: window if kind == "sliding_attention" else None for kind in kinds}
         self._additive = model.config._attn_implementation == "eager"
         count = text.num_hidden_layers
@@ -117,7 +134,8 @@ class RowDecoder(nn.Module):
         if input_ids.shape[0] > self.max_batch_size:
             raise InputError(
                 f"{input_ids.shape[0]} tokens, but the cache has {self.max_batch_size} rows",
-                remedy="Raise model.kwargs.max_batch_size, or send fewer tokens.",
+                remedy="Raise model.kwargs.max_batch_size, list sizes up to "
+                f"{self.max_batch_size}, or send fewer tokens.",
             )
         # padding writes after the last place; too large positions move out of range: the device
         # raises

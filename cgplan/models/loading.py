@@ -36,6 +36,18 @@ def cache_argument(model: object) -> str | None:
     return None
 
 
+def beyond_positions(model: Any, max_cache_len: int) -> str:
+    """What happens to texts that are longer than the model's positions; empty where none are."""
+    text = model.config.get_text_config(decoder=True)
+    longest = getattr(text, "max_position_embeddings", None) or max_cache_len
+    if longest >= max_cache_len:
+        return ""
+    return (
+        f"max_cache_len is {max_cache_len}, and max_position_embeddings of the model is "
+        f"{longest}: a longer text fails if positions are learned, else it is beyond training"
+    )
+
+
 class ForwardArgument(NamedTuple):
     name: str
     required: bool
@@ -121,7 +133,10 @@ def call_target(
                 signature.bind(**kwargs)
             except TypeError as error:
                 message = f"arguments do not fit {target}: {error}"
-                remedy = f"It takes {signature}. {to_fit}"
+                hint = ""
+                for name in kwargs.keys() - signature.parameters:
+                    hint += did_you_mean(name, signature.parameters)
+                remedy = f"{hint}It takes {signature}. {to_fit}"
                 if not isinstance(found, type) and not inspect.isroutine(found):
                     message = f"{target} is of class {type(found).__name__}, no model"
                     remedy = "Name a function that returns one."
@@ -161,12 +176,14 @@ def find_file(name: str, base_dir: Path | None) -> Path:
     for file in files:
         if file.is_file():
             return file.resolve()
+    if Path(name).suffix != ".py" and any(file.is_dir() for file in files):
+        raise ModelError(f"{name} is a folder", remedy=f"Give {Path(name) / 'config.json'}.")
     looked = " and ".join(map(str, files))
     beside = [other.name for file in files for other in file.parent.glob(f"*{file.suffix}")]
     where = "Paths start from the configuration file's folder. " if base_dir else ""
     raise ModelError(
         f"no file {name}: looked for {looked}",
-        remedy=f"{did_you_mean(Path(name).name, beside)}{where}For a folder, give its config.json.",
+        remedy=f"{did_you_mean(Path(name).name, beside)}{where}".strip(),
     )
 
 

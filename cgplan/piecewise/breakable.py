@@ -559,7 +559,8 @@ def submodules_matching(model: Function, patterns: Sequence[str]) -> dict[str, n
             hint = did_you_mean(pattern, [*layers, *named], "Did you mean {}?", 3)
             has = f"The model has {listed(layers, 10) or 'no submodules'}."
             raise ConfigError(
-                f"no submodule matches {pattern!r}; give paths, such as layers.*.mlp",
+                f"splitting_modules: no submodule matches {pattern!r}; give paths, such as "
+                "layers.*.mlp",
                 remedy=hint or has,
             )
         matching.update(found)

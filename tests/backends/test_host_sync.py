@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 import cgplan
 from cgplan.backends import GraphBackend
-from cgplan.backends.blame import blamed_line
+from cgplan.backends.blame import Line, blamed_line
+from cgplan.backends.host_sync import remedy_at
 from cgplan.backends.tape import TapeBackend
 from cgplan.errors import CaptureError, HostSyncError
 from cgplan.graphs.fingerprint import Fingerprint
@@ -24,6 +25,14 @@ from cgplan.graphs.footprint import RunLog
 from cgplan.graphs.put_back import PutBack
 
 pytestmark = pytest.mark.usefixtures("quiet_collector")
+
+
+def test_a_line_of_an_installed_package_is_not_the_users_to_change() -> None:
+    package = Line("/venv/lib/python3.12/site-packages/transformers/models/bart.py", 626)
+    assert remedy_at(package).startswith(
+        "The line is of transformers. If it stands for an argument"
+    )
+    assert remedy_at(Line("/home/me/model.py", 3)).startswith("Keep the value on the device")
 
 
 def _truth(x: Tensor) -> Any:

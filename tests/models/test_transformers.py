@@ -110,6 +110,25 @@ def test_rows_do_not_see_each_other(rows: list[list[int]]) -> None:
         torch.testing.assert_close(torch.stack(together), torch.stack(alone), rtol=1e-4, atol=1e-5)
 
 
+def test_a_place_beyond_the_cache_and_more_rows_than_it_has_are_told() -> None:
+    model = load(config=QWEN3)
+    with pytest.raises(InputError, match="a position is 16, and max_cache_len is 16") as refused:
+        step(model, [3, 3], [16, 2])
+    assert refused.value.remedy.startswith("Raise model.kwargs.max_cache_len, or end the request")
+    with pytest.raises(InputError, match="5 tokens, but the cache has 4 rows") as refused:
+        step(model, [3] * 5, [0] * 5)
+    assert "list sizes up to 4" in refused.value.remedy
+
+
+def test_a_cache_that_is_longer_than_the_positions_is_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    load(config=KINDS["gpt2"], max_cache_len=64)
+    assert not caplog.text
+    load(config=KINDS["gpt2"], max_cache_len=65)
+    assert "max_cache_len is 65, and max_position_embeddings of the model is 64" in caplog.text
+
+
 def test_rows_outside_the_batch_and_padding_rows_are_untouched() -> None:
     model = load(config=QWEN3)
     step(model, [1, 2, 3, 4], [0, 0, 0, 0])
@@ -200,7 +219,12 @@ def test_seed_decides_the_weights_and_leaves_the_callers_random_state() -> None:
             {"config": {**QWEN3, "num_layers": 2}},
             "config: unknown key 'num_layers'\n  remedy: Did you mean 'num_hidden_layers'?",
         ),
-        ({"config_file": "."}, "For a folder, give its config.json."),
+        ({"config_file": "."}, ". is a folder\n  remedy: Give config.json."),
+        ({"config_file": "/tmp"}, "/tmp is a folder\n  remedy: Give /tmp/config.json."),
+        (
+            {"config": QWEN3, "max_cache_length": 5},
+            "remedy: Did you mean 'max_cache_len'? It takes",
+        ),
         ({"config": {"model_type": "vit"}}, "no causal LM"),
         (
             {"config": QWEN3, "dtype": "bflot16"},
