@@ -299,7 +299,7 @@ def target(name: str) -> tuple[str, ...]:
         ("ModeError", (*CAPTURE, *set_to(compilation__attention_support="NEVER")), ["FULL", "PIECEWISE or NONE"]),
         ("ModelError", target("no_such_package.models:build"), ["no_such_package"]),
         ("ModelError", target("nowhere.py:build"), ["no file nowhere.py", "Paths start from the configuration"]),
-        ("ModelError", ("init", "modles.py:build"), ["no file modles.py", "mean 'models.py'? For a folder"]),
+        ("ModelError", ("init", "modles.py:build"), ["no file modles.py", "mean 'models.py'?"]),
         ("ConfigError", (*CAPTURE, *set_to(inputs__y__dtype="float32")), ["--set 'inputs.y.shape' is missing"]),
         ("ModelError", target("models.py:biuld"), ["no `biuld`", "Did you mean 'build'?"]),
         ("ModelError", target("models.py:not_callable"), ["int, which is not callable"]),
