@@ -7,6 +7,7 @@ import gc
 import inspect
 import logging
 import pickle
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -107,16 +108,16 @@ def test_the_next_call_after_a_change_captures_again(
 
 
 @pytest.mark.parametrize("layers", [1, 40])
-def test_a_module_that_is_exchanged_is_seen_by_the_next_call(
-    backend: GraphBackend, layers: int
-) -> None:
+def test_a_change_that_calls_may_have_missed_is_told(backend: GraphBackend, layers: int) -> None:
     model = nn.Sequential(*(nn.ReLU() for _ in range(layers))).eval()
     g, x = cgplan.graphed(model), rows(backend, 5)
     ready(g, model, x)
     model[layers - 1] = nn.Sigmoid()
+    while "captured again" not in g.explain():
+        g(x)
+    may_be_late = layers > 1 and sys.version_info < (3, 12)
+    assert ("call recapture() after such changes" in g.explain()) is may_be_late
     close(g(x), model(x))
-    assert "captured again" in g.explain()
-    assert "call recapture() after such changes" not in g.explain()
 
 
 class Ways(nn.Module):
@@ -141,7 +142,7 @@ def test_outputs_from_before_a_change_teach_nothing(backend: GraphBackend) -> No
     assert sizes(g) == {2, 4, 8}
 
 
-def test_a_change_of_tensors_is_never_late(backend: GraphBackend) -> None:
+def test_a_change_of_tensors_is_late_where_calls_may_have_missed_it(backend: GraphBackend) -> None:
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(40))).to(backend.device).eval()
     g, x = cgplan.graphed(model), rows(backend, 5)
     late = "call recapture() after such changes"
@@ -157,9 +158,9 @@ def test_a_change_of_tensors_is_never_late(backend: GraphBackend) -> None:
         assert late not in g.explain(), "each call looks at all addresses"
     model[39].bias = nn.Parameter(model[39].bias + 1)
     before = g.explain().count("captured again")
-    g(x)
-    assert g.explain().count("captured again") > before
-    assert late not in g.explain()
+    while g.explain().count("captured again") == before:
+        g(x)
+    assert (late in g.explain()) is (sys.version_info < (3, 12)), "40 tensors a call"
 
 
 class Listed(nn.Module):
@@ -179,7 +180,8 @@ def test_another_tensor_in_a_list_is_late(backend: GraphBackend) -> None:
     model.items[-1] = torch.full((1,), 5.0, device=backend.device)
     while "captured again" not in g.explain():
         g(x)
-    assert "call recapture() after such changes" in g.explain()
+    is_late = sys.version_info >= (3, 12)  # before, it is among the few tensors of each call
+    assert ("call recapture() after such changes" in g.explain()) is is_late
 
 
 def test_numbers_that_change_in_place_are_seen(backend: GraphBackend, net: Net) -> None:
@@ -1603,6 +1605,8 @@ def test_a_decode_loop_over_a_cache_that_is_reset_between_prompts(
     for prompt in prompts:
         wanted = t5.generate(prompt, max_new_tokens=12, do_sample=False)
         cache.reset()
+        if sys.version_info < (3, 12):
+            g.recapture()  # else seen some calls later
         with torch.no_grad():
             hidden.copy_(t5.encoder(prompt).last_hidden_state)
             found = [torch.zeros(2, 1, dtype=torch.long, device=backend.device)]

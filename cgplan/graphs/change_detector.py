@@ -4,8 +4,7 @@ Note [Watched dicts and classes]
     CPython 3.12 reports changes of dicts and classes to a callback, which sets a flag alone, since
     it runs in the middle of other code. Other places are compared in rotation, as is what nothing
     reports: another class, ``__dict__`` or order. CPython reports a class once for each version; a
-    comparison gives it a new one, of which 3.13 has 1000. CPython 3.11 gives a changed dict
-    another version; a call reads all, 2 ns each.
+    comparison gives it a new one, of which 3.13 has 1000.
 
 Note [Addresses]
     Nothing reports `.data =`, and a replay with old addresses may draw random numbers or write, so
@@ -14,7 +13,6 @@ Note [Addresses]
 
 import atexit
 import ctypes
-import gc
 import sys
 import threading
 from collections import OrderedDict
@@ -25,7 +23,6 @@ from itertools import chain, cycle, repeat
 from operator import attrgetter
 from typing import Any
 
-import numpy as np
 import torch
 from torch._C._dynamo.guards import TensorGuards
 
@@ -40,7 +37,6 @@ from cgplan.modes import Key
 _WITH_WATCHER = (3, 16, 4)
 _WITHOUT_WATCHER = (40, 128, 128)
 _DEALLOCATED = 5
-_BY_VERSION = -1  # in place of a watcher's number
 _address_of = torch._C.TensorBase.data_ptr
 _requires_grad = attrgetter("requires_grad")
 _Compared = list[Any]  # container, key, value, traits, guard
@@ -85,7 +81,7 @@ _callbacks: dict[str, Any] = {
 @cache
 def _watcher(kind: str) -> int | None:
     if sys.version_info < (3, 12):
-        return _BY_VERSION
+        return None
     add = getattr(ctypes.pythonapi, f"Py{kind}_AddWatcher")
     try:
         found = add(_callbacks[kind])
@@ -167,10 +163,8 @@ class ChangeDetector:
         counted = _with_those_above(places)
         extents = list(contents)
         self._watched = dict[int, tuple[str, Any]]()
-        self._read_versions: Callable[[], bytes] = bytes
         self._watch_all(counted, extents)
         is_told = bool(self._watched) and _watcher("Dict") is not None
-        most = _WITH_WATCHER if is_told else _WITHOUT_WATCHER
         self._all = list[_Compared]()
         self._rotates = False
         self.is_late = False
@@ -212,6 +206,7 @@ class ChangeDetector:
         for stateful in record.stateful:
             if self._is_whole and (at_once or stateful.is_small):
                 others.append([Via(stateful, _state), 0, stateful.state, None, never])
+        most = _WITH_WATCHER if is_told else _WITHOUT_WATCHER
         self._most_tensors = most[0]
         turns = list[Iterator[Iterable[_Compared]]]()
         for part, count in zip((tensors, others, containers), most, strict=True):
@@ -237,9 +232,6 @@ class ChangeDetector:
         for held in self.record.contents.values():
             if issubclass(type(held.value), dict) and id(held.value) in counted:
                 self._watch("Dict", held.value)
-        if self._watched and _watcher("Dict") == _BY_VERSION:
-            self._read_versions = _versions_of(self._watched.values())
-        self._versions = self._read_versions()
 
     def _watch(
         self,
@@ -250,12 +242,6 @@ class ChangeDetector:
         address = id(value)
         if watcher is None or address in self._watched:
             return
-        if watcher == _BY_VERSION:
-            self._watched[address] = "", value
-            for owner in getattr(value, "__mro__", ()):
-                held = gc.get_referents(vars(owner))[0]
-                self._watched[id(held)] = "", held
-            return
         with _lock:
             if kind == "Dict" or _takes_version(value):
                 # first, as a collection may end another detector of the value
@@ -265,8 +251,6 @@ class ChangeDetector:
 
     def holds(self) -> bool:
         """If False, ``holds_all`` or ``changes`` decides."""
-        if self._read_versions() != self._versions:
-            self._flag[0] = True
         try:
             if self._flag[0] or [*map(_address_of, self._tensors)] != self._addresses:
                 return False
@@ -295,7 +279,6 @@ class ChangeDetector:
     def _reset(self) -> None:
         """Ahead of a comparison: another thread may write meanwhile."""
         self._flag[0] = False
-        self._versions = self._read_versions()
         for kind, value in self._watched.values():
             if kind == "Type" and not _takes_version(value):
                 self._flag[0] = True  # it is not reported any more
@@ -307,8 +290,7 @@ class ChangeDetector:
         self,
         ignore: Iterable[str] = (),
     ) -> dict[str, Change]:
-        is_told = self._flag[0] or self._read_versions() != self._versions
-        is_late = self._rotates and not is_told
+        is_late = self._rotates and not self._flag[0]
         with torch._C.DisableTorchFunction():
             at_once = self._have_moved()
         self._reset()
@@ -331,7 +313,6 @@ class ChangeDetector:
                     unwatch = getattr(ctypes.pythonapi, f"Py{kind}_Unwatch")
                     unwatch(_watcher(kind), ctypes.py_object(value))
         self._watched = {}
-        self._read_versions = bytes
         self._turns = None
         self._all = []
         self._tensors = []
@@ -339,23 +320,6 @@ class ChangeDetector:
     def __del__(self) -> None:
         if _lock is not None:  # at the interpreter's end
             self.close()
-
-
-def _versions_of(
-    watched: Iterable[tuple[str, Any]],
-) -> Callable[[], bytes]:
-    """Each lies behind its dict's length, in one view from the first dict to the last."""
-    addresses = []
-    for _, value in watched:
-        if issubclass(type(value), dict):
-            addresses.append(id(value))
-    lowest = min(addresses)
-    span = (max(addresses) - lowest) // 8 + 1
-    start = lowest + object.__basicsize__ + 8
-    reach: Any = (ctypes.c_uint64 * span).from_address(start)
-    memory = np.frombuffer(reach, np.uint64)
-    words = (np.array(addresses) - lowest) // 8
-    return lambda: memory.take(words).tobytes()
 
 
 def _with_those_above(

@@ -26,9 +26,6 @@ from cgplan.graphs.fingerprint import Fingerprint
 CPU = torch.device("cpu")
 TELLS = watching._watcher("Dict") is not None
 told = pytest.mark.skipif(not TELLS, reason="this CPython does not tell of changes of dicts")
-watched = pytest.mark.skipif(
-    sys.version_info < (3, 12), reason="this CPython has versions in place of watchers"
-)
 
 
 class Slots:
@@ -325,7 +322,7 @@ def test_nothing_is_held_after_close(way: str) -> None:
     before = len(watching._flags)
     model = Model()
     tensor, watch = weakref.ref(model.layers[0].weight), watch_of(model)
-    assert (len(watching._flags) > before) is (way == "told" and sys.version_info >= (3, 12))
+    assert (len(watching._flags) > before) is (way == "told")
     watch.close()
     watch.close()
     assert len(watching._flags) == before
@@ -353,7 +350,7 @@ def test_a_class_that_changes_again_is_seen_again() -> None:
         assert bool(watch.changes()) is (gain != 1.0)
 
 
-@watched
+@told
 @pytest.mark.parametrize("kind", ["Dict", "Type"])
 def test_one_watcher_serves_the_process_and_without_a_free_one_all_is_compared_in_rotation(
     monkeypatch: pytest.MonkeyPatch, kind: str
@@ -408,7 +405,7 @@ def test_the_end_of_the_interpreter_is_quiet(holder: str) -> None:
     assert not found.stderr
 
 
-@watched
+@told
 def test_a_class_without_versions_is_compared_by_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
     watch = watch_of(Model())
     monkeypatch.setattr(watching, "_takes_version", lambda kind: False)
