@@ -1731,3 +1731,44 @@ def test_statistics_count_batches_that_are_too_large() -> None:
     traffic = runner.stats.traffic()
     assert {shape.num_tokens: count for shape, count in traffic.histogram} == {3: 2, 24: 3}
     assert sum(runner.stats.eager.values()) == 3
+
+
+def test_a_graph_of_another_autocast_makes_room(backend: GraphBackend) -> None:
+    g = cgplan.graphed(nn.Linear(4, 4).to(backend.device).eval(), max_graphs=1)
+    x = torch.randn(3, 4, device=backend.device)
+    with torch.no_grad():
+        for _ in range(4):
+            g(x)
+        with torch.autocast(backend.device.type, dtype=torch.bfloat16):
+            for _ in range(20):
+                g(x)
+    assert g.graph_calls > 15
+    assert "could not be captured" not in str(g.eager_calls) + g.explain()
+
+
+class TableOfConstants(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables: dict[int, Tensor] = {}
+
+    def forward(self, x: Tensor, k: int = 0) -> Tensor:
+        if k not in self.tables:
+            self.tables[k] = torch.full((4,), k + 1.0, device=x.device)
+        return x * self.tables[k]
+
+
+@pytest.mark.parametrize("policy", ["lazy", "eager"])
+def test_a_kind_that_is_warmed_up_and_adds_to_the_model_keeps_its_graphs(
+    backend: GraphBackend, policy: str
+) -> None:
+    g = cgplan.graphed(TableOfConstants().eval(), compilation={"capture_policy": policy})
+    x = torch.randn(3, 4, device=backend.device)
+    with torch.no_grad():
+        for _ in range(4):
+            g(x)
+        known = g.graph_calls
+        if policy == "lazy":
+            g.warm_up(x, k=1)
+        for _ in range(3):
+            torch.testing.assert_close(g(x, k=1), x * 2)
+    assert g.graph_calls == known + 3

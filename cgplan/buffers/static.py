@@ -138,12 +138,11 @@ class StaticBuffer:
 
     def refill(self) -> None:
         """``fill_padding``; notes whether the model wrote into it."""
-        # only torch's operators count writes
         self.written |= self.tensor._version != self.version
         before = self.tensor.clone().reshape(-1)
         self.fill_padding()
         now = self.tensor.reshape(-1)
-        # as bytes: NaN equals nothing
+        # only torch's operators count writes; as bytes: NaN equals nothing
         self.written |= not torch.equal(before.view(torch.uint8), now.view(torch.uint8))
 
 

@@ -168,16 +168,17 @@ class CapturedKeys:
         start = time.perf_counter()
         new: tuple[Key, ...] = ()
         try:
-            with self.graphs.captures_again(), self.guard.timed():
-                if self._workspace_bytes is None:
-                    self.guard.start_in_service()
-                if renew:
-                    self._free_all()
-                elif evicted:
-                    self._evict(evicted)
-                missing = set(self.wanted.keys) - set(self.failed) - set(self._records)
-                new = capture_order(key for key in keys if key in missing)
-                self.capture_all(new)
+            if renew:
+                self._free_all()
+            elif evicted:
+                self._evict(evicted)
+            missing = set(self.wanted.keys) - set(self.failed) - set(self._records)
+            new = capture_order(key for key in keys if key in missing)
+            if new:  # else no walk over the model
+                with self.graphs.captures_again(), self.guard.timed():
+                    if self._workspace_bytes is None:
+                        self.guard.start_in_service()
+                    self.capture_all(new)
             self._note_workspace()
             self._audit_if_asked()
         except AuditError:
@@ -390,6 +391,7 @@ class CapturedKeys:
         predicted = plan.predicted
         if predicted is None or not plan.keys or graphs.most_tokens == plan.max_capture_size:
             return plan
+        # made for ``wanted``
         predicted = predicted.changed(static_bytes=graphs.buffers.nbytes)
         return plan.changed(predicted=predicted)
 
@@ -402,8 +404,8 @@ def fitting(
     config: Config,
     free: int | None,
 ) -> Plan:
-    """The plan without keys that are predicted not to fit into ``free`` bytes. The largest sizes go
-    first: they take most and gain least.
+    """The plan without keys that are predicted to pass the budget, whose reserve is of ``free``
+    bytes. The largest sizes go first: they take most and gain least.
     """
     budget = config.budget
     most = budget.max_graphs

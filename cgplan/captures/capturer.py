@@ -189,13 +189,13 @@ class Capturer:
             left = rehearsal.left
             if is_held:
                 left = left or "memory of its pool"
+            if left and mode is not CUDAGraphMode.PIECEWISE:  # whose captures compute
+                # the replay computes what the model keeps
+                with random_state_kept(backend.device, graphs.generators):
+                    graphs.run_wrapped(key, graphs.views(descriptor))
+            if left:
+                rehearsal.put_back.count_as_run()
             if left or attempt.has_compiled:
-                if left:
-                    if mode is not CUDAGraphMode.PIECEWISE:  # whose captures compute
-                        # the replay computes what the model keeps
-                        with random_state_kept(backend.device, graphs.generators):
-                            graphs.run_wrapped(key, graphs.views(descriptor))
-                    rehearsal.put_back.count_as_run()
                 graphs.evict([key])
                 return self._again_with_warm_up(attempt, left and f"{attempt} leaves {left}")
         record = self._record_of(attempt, before, memory)

@@ -473,7 +473,7 @@ class ModelGraphs:
         """The state that comparisons compare, and that which they only put back."""
         facts = self.facts
         limit = copy_limit(self.config.compilation, self.backend)
-        most_compared = 0 if self.real_rows is None else limit  # padding shows in it
+        most_overwritten = 0 if self.real_rows is None else limit  # else padding shows in it
         left = limit // 2  # a comparison copies it twice
         all_written = put_back.storages.written.values()
         for written in sorted(all_written, key=lambda each: each.storage.nbytes()):
@@ -484,7 +484,7 @@ class ModelGraphs:
                 facts.overwritten.discard(storage._cdata)
             # other views may be written
             whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage)
-            if nbytes <= most_compared or storage._cdata not in facts.overwritten:
+            if nbytes <= most_overwritten or storage._cdata not in facts.overwritten:
                 facts.written[written.path] = whole
                 continue
             left -= nbytes
@@ -528,7 +528,7 @@ class ModelGraphs:
             self.seal()
 
     def seal(self) -> None:
-        """Missing keys and moved memory are errors from now on, or from the rehearsal's end."""
+        """Missing keys and moved memory are errors from now on, in a rehearsal from its end."""
         self.scope.is_open = False
         # comparisons on real rows need the fingerprint
         if self._rehearsal or self.real_rows:
@@ -876,7 +876,7 @@ class Rehearsal:
         prepared = put_back.prepared
         if prepared:
             self._refuse(f"prepares {_listed(prepared)} on first use, and changes it later")
-        put_back.values_read.pop(put_back.key, None)  # a key that failed may have kept some
+        put_back.values_read.pop(put_back.key, None)  # it kept none; one that failed may have
         lost = put_back.storages.lost
         if lost:
             raise CaptureError(

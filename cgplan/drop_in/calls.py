@@ -244,7 +244,7 @@ class Calls:
         if kind.stage is Stage.NEW and self._settings.compilation.capture_policy == "eager":
             kind, sizes = learner.warmed_up(call)
         if kind.may_capture:
-            learner.free_if_changed()  # in full: a changed model sets the kind back
+            learner.free_if_changed()  # compares all; a change sets the kind back
         if kind.is_learning:
             output = learner.learning_call(kind, sizes, call)
             self.eager[kind.eager_reason or kind.learns] += 1
@@ -508,7 +508,7 @@ class Calls:
         kind: Kind,
         missing: Key,
     ) -> bool:
-        """Whether there were fewer than ``max_graphs``, or one less asked for went."""
+        """Whether there is room for one, perhaps as another went that was asked for less."""
         owners = {}
         uses = {}
         for other in self.learner.kinds:

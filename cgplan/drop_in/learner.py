@@ -261,8 +261,8 @@ class Learner:
         """
         if self.detector is None:
             return True
-        if begun is not None and self.detector.holds_all():  # not late
-            return False
+        if begun is not None:
+            self.detector.suspect()  # a change by this call is not late
         changes = list(self.detector.changes(self.settings.ignore).values())
         if not changes:
             return False
@@ -574,6 +574,12 @@ class Learner:
             self._kinds[kind.form].remove(kind)
 
     def warmed_up(self, call: Call) -> tuple[Kind, Sizes]:
+        kind, sizes = self._runs_ahead(call)
+        if kind.may_capture and self.free_if_changed():  # what first use made stays
+            kind, sizes = self._runs_ahead(call)
+        return kind, sizes
+
+    def _runs_ahead(self, call: Call) -> tuple[Kind, Sizes]:
         kept = PutBack(
             self._fingerprint({"model": self.model, "arguments": call.by_name(self.signature)}),
             copy_limit(self.settings.compilation, self.backend),

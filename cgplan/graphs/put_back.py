@@ -61,7 +61,7 @@ class _Bound:
     Attributes:
         first: What the first run left there.
         is_captured: That one was a capture.
-        began_without: A later run began without the change.
+        began_without: A later run began without the change: no flag of what that run left alone.
     """
 
     first: Any
@@ -227,8 +227,8 @@ class PutBack:
                 known.is_captured = False
         for written in self.storages.written.values():
             written.version = version_of(written.tensor)
+            written.is_captured = False  # all graphs go
             if written.is_small and written.path in self.storages.newly_written:
-                written.is_captured = False
                 written.after_first = written.now = written.storage.clone()
 
     def _now(self) -> Fingerprint:
@@ -396,6 +396,7 @@ class PutBack:
         """Containers lose what runs put in or exchange, but only if no graph stays."""
         change = self.last.get(path)
         keeps = self.keeps_first_use and self.keeps_containers
+        # None: undone already
         if change is None or (not keeps and change.where):
             return True
         return self.before.is_attribute(change)
@@ -403,7 +404,7 @@ class PutBack:
     # --- putting back -----------------------------------------------------------------------------
 
     def rewind(self) -> None:
-        """Between keys: undo all but first use and large storages."""
+        """Ahead of a try of a key: undo all but first use and large storages."""
         self.storages.rewind()
         self._undo(self.made)
 

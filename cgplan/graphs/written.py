@@ -42,7 +42,7 @@ class Uses:
     """The runs that changed one place.
 
     Attributes:
-        runs: By number; of a tensor with versions written.
+        runs: By number: how many versions of a tensor it wrote.
         by_later_run: Not each was its key's first one.
         repeated: Two runs of a key did.
         skipped: Some run did not.

@@ -618,7 +618,6 @@ class GraphRunner:
     @contextmanager
     def _changing(self) -> Iterator[CapturedKeys]:
         self._launcher.take_stream()
-        self.graphs.check_autocast()
         self._expire_calls()
         before = set(self.plan.keys)
         generation = self.graphs.pools.generation
@@ -626,16 +625,17 @@ class GraphRunner:
             yield self._captured
         finally:
             now = set(self.plan.keys)
-            new = before ^ now
+            changed = before ^ now
             if self.graphs.pools.generation != generation:
-                new = before | now  # captured again
-            self._launcher.verifier.forget(new)
+                changed = before | now  # captured again
+            self._launcher.verifier.forget(changed)
             self.stats.evictions += len(before - now)
             self.stats.captures += len(now - before)
             self._route_anew()
 
     def _capture_for(self, route: RoutedBatch) -> None:
         assert route.missing
+        self.graphs.check_autocast()
         with self._changing() as captured:
             captured.capture([route.missing])
             failed = captured.failed.get(route.missing)

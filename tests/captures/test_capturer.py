@@ -677,3 +677,29 @@ def test_full_keys_beside_traced_ones_need_one_warm_up(backend: GraphBackend) ->
     )
     assert without_warm_up(runner) == [8, 4, 2]
     runner.close()
+
+
+class FilledOnce(nn.Module):
+    """Behind a flag that no walk sees, while each run changes another attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(4))
+        self.calls = 0
+
+        @lru_cache
+        def fill() -> None:
+            self.table.fill_(3.0)
+
+        self.fill = fill
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.fill()
+        return x * self.table
+
+
+def test_a_change_that_later_runs_began_without_is_no_flag(backend: GraphBackend) -> None:
+    model = FilledOnce().to(backend.device).eval()
+    serves_right(backend, open_runner(backend, model), model, 3)
+    assert model.table.tolist() == [3.0] * 4
