@@ -135,63 +135,26 @@ __all__ = [
 ]
 
 _HOMES = {
-    "cgplan.captures.watched": (
-        "GraphWatch",
-        "watch",
-    ),
-    "cgplan.config": (
-        "CompilationConfig",
-        "Config",
-        "Dim",
-        "Input",
-        "load_config",
-    ),
-    "cgplan.modes": (
-        "AttentionSupport",
-        "BatchDescriptor",
-        "CUDAGraphMode",
-    ),
-    "cgplan.planning": (
-        "CudagraphDispatcher",
-        "Plan",
-        "build_plan",
-    ),
-    "cgplan.api": ("capture",),
-    "cgplan.drop_in": (
-        "Graphed",
-        "graphed",
-        "graphed_generate",
-    ),
-    "cgplan.backends": ("select_backend",),
-    "cgplan.graphs.wrapper": (
-        "CUDAGraphEntry",
-        "CUDAGraphOptions",
-        "CUDAGraphWrapper",
-        "GraphPool",
-    ),
-    "cgplan.models.loading": ("load_model",),
-    "cgplan.runner.auto": ("choose_mode",),
-    "cgplan.runner.manager": (
-        "CudaGraphManager",
-        "capture_together",
-    ),
-    "cgplan.measure.bench": ("bench",),
-    "cgplan.piecewise.breakable": (
-        "BreakableCUDAGraphCapture",
-        "BreakableCUDAGraphWrapper",
-        "eager_break_during_capture",
-        "in_breakable_capture",
-    ),
-    "cgplan.backends.context": (
-        "capture_allowed",
-        "forward_context",
-        "get_forward_context",
-    ),
-    "cgplan.runner.runner": ("GraphRunner",),
-    "cgplan.runner.session": ("CaptureSession",),
-    "cgplan.piecewise.trace": ("compile_piecewise",),
+    "cgplan.captures.watched": "GraphWatch watch",
+    "cgplan.config": "CompilationConfig Config Dim Input load_config",
+    "cgplan.modes": "AttentionSupport BatchDescriptor CUDAGraphMode",
+    "cgplan.planning": "CudagraphDispatcher Plan build_plan",
+    "cgplan.api": "capture",
+    "cgplan.drop_in": "Graphed graphed graphed_generate",
+    "cgplan.backends": "select_backend",
+    "cgplan.graphs.wrapper": "CUDAGraphEntry CUDAGraphOptions CUDAGraphWrapper GraphPool",
+    "cgplan.models.loading": "load_model",
+    "cgplan.runner.auto": "choose_mode",
+    "cgplan.runner.manager": "CudaGraphManager capture_together",
+    "cgplan.measure.bench": "bench",
+    "cgplan.piecewise.breakable": "BreakableCUDAGraphCapture BreakableCUDAGraphWrapper "
+    "eager_break_during_capture in_breakable_capture",
+    "cgplan.backends.context": "capture_allowed forward_context get_forward_context",
+    "cgplan.runner.runner": "GraphRunner",
+    "cgplan.runner.session": "CaptureSession",
+    "cgplan.piecewise.trace": "compile_piecewise",
 }
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:

@@ -87,14 +87,8 @@ class GraphCosts:
         self._measured = grouped(
             ((key.mode, key.num_active_loras, key.num_tokens), key) for key in self._keys
         )
-        self._lines = {}
-        cases = product(
-            _CAPTURED,
-            (False, True),
-            ("driver_bytes", "seconds"),
-        )
-        for case in cases:
-            self._lines[case] = self._line(*case)
+        cases = product(_CAPTURED, (False, True), ("driver_bytes", "seconds"))
+        self._lines = {case: self._line(*case) for case in cases}
         priced = [(key.mode, key.has_lora) for key in self._keys]
         self.notes = (*notes, *stand_in_notes(config, priced))
         self._pools: dict[CUDAGraphMode, Points] = {}

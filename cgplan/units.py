@@ -48,10 +48,8 @@ def format_bytes(value: int | None) -> str:
     return f"{size:.{digits}f} {unit}"
 
 
-def format_microseconds(value: float | None) -> str:
+def format_microseconds(value: float) -> str:
     """``1234.5`` -> ``1.23 ms``; three significant digits."""
-    if value is None:
-        return "-"
     number = value
     unit = "us"
     if value >= 1e6:
@@ -68,14 +66,12 @@ def format_microseconds(value: float | None) -> str:
     return f"{number:.{digits}f} {unit}"
 
 
-def format_seconds(value: float | None) -> str:
+def format_seconds(value: float) -> str:
     """``0.01234`` -> ``12.3 ms``."""
-    return format_microseconds(None if value is None else value * 1e6)
+    return format_microseconds(value * 1e6)
 
 
-def format_ratio(value: float | None) -> str:
+def format_ratio(value: float) -> str:
     """``1.234`` -> ``1.23x``."""
-    if value is None:
-        return "-"
     digits = 2 if value < 10 else 1
     return f"{value:.{digits}f}x"

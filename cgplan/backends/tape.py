@@ -439,6 +439,9 @@ class TapePool:
         return storage
 
     def trim(self) -> None:
+        if self.graphs:
+            return
+        gc.collect(0)  # frames of an exception hold tensors
         for start, segment in list(self._segments.items()):
             if self._free.get(start) == segment.nbytes:
                 del self._segments[start], self._free[start]
@@ -547,7 +550,7 @@ class TapeBackend(GraphBackend):
         """Raises HostSyncError even if the forward caught it."""
         tape = self._stop(graph)
         if tape.refusals.first:
-            self._trim(graph.pool)
+            graph.pool.trim()
             raise tape.refusals.first
         graph.steps = tape.steps
         graph.notes = tuple(tape.notes)
@@ -556,7 +559,7 @@ class TapeBackend(GraphBackend):
 
     def abort(self, graph: TapeGraph) -> None:
         self._stop(graph)
-        self._trim(graph.pool)
+        graph.pool.trim()
 
     def is_capturing(self) -> bool:
         return self._thread.recorder.tape is not None
@@ -572,7 +575,7 @@ class TapeBackend(GraphBackend):
         if not self.is_capturing():
             self._thread.recorder.leave()
         graph.pool.graphs.discard(graph)
-        self._trim(graph.pool)
+        graph.pool.trim()
 
     def num_nodes(self, graph: TapeGraph) -> int:
         return len(graph.steps or ())
@@ -661,7 +664,7 @@ class TapeBackend(GraphBackend):
 
     def release_cached(self) -> None:
         for pool in list(self._own_pools):
-            self._trim(pool)
+            pool.trim()
 
     def _stop(self, graph: TapeGraph) -> Tape:
         assert graph.under_way, "no capture is under way in this graph"
@@ -670,8 +673,3 @@ class TapeBackend(GraphBackend):
         modes.close()
         tape.before.restore()
         return tape
-
-    def _trim(self, pool: TapePool) -> None:
-        if not pool.graphs:
-            gc.collect(0)  # frames of an exception hold tensors
-            pool.trim()

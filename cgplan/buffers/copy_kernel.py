@@ -397,7 +397,7 @@ class KernelBatchCopy(BatchCopy):
             return self._from_device
         if any(value.device.type != "cpu" for value in values):
             return self.run
-        return self._inline_from_host if self._fits_inline else self._staged_from_host
+        return self._from_host
 
     def _from_device(
         self,
@@ -416,7 +416,7 @@ class KernelBatchCopy(BatchCopy):
         self._launch(self._arguments, sources, stream)
         self._held = sources
 
-    def _staged_from_host(
+    def _from_host(
         self,
         values: Values,
         stream: int,
@@ -425,26 +425,17 @@ class KernelBatchCopy(BatchCopy):
         sources = [*map(_address, values)]
         if not _are_dense(values, sources, is_alike):
             self.run(values, stream)
+            return
+        if self._fits_inline:
+            for (place, nbytes), source in zip(self._inline_addresses, sources):  # noqa: B905
+                _memcpy_small(place, source, nbytes)
+            self._launch(self._inline, (), stream)
             return
         base = self._copier.blocks.take(self._staged_bytes, stream)
         addresses = [base + offset for offset in self._offsets]
         for address, source, size in zip(addresses, sources, self._sizes):  # noqa: B905
             _memcpy(address, source, size)
         self._launch(self._arguments, addresses, stream)
-
-    def _inline_from_host(
-        self,
-        values: Values,
-        stream: int,
-        is_alike: bool,
-    ) -> None:
-        sources = [*map(_address, values)]
-        if not _are_dense(values, sources, is_alike):
-            self.run(values, stream)
-            return
-        for (address, size), source in zip(self._inline_addresses, sources):  # noqa: B905
-            _memcpy_small(address, source, size)
-        self._launch(self._inline, (), stream)
 
     def _reset_padding(self, stream: int) -> None:
         self._launch(self._arguments, self._in_place, stream)

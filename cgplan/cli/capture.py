@@ -202,7 +202,8 @@ def _fitted(
         try:
             found = fitted(plan, config, machine, force=request.force, file=str(path))
         except PlanMismatchError as error:
-            raise PlanMismatchError(f"{path}: {error.message}", remedy=error.remedy) from None
+            error.message = f"{path}: {error.message}"
+            raise
         for setting in unused_settings(plan, config):
             unused = "the value in the configuration is not used"
             notes.append(f"{path} decides {setting.name}; {unused}")

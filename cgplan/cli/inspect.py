@@ -25,9 +25,9 @@ from cgplan.reports import load_plan, render
 from cgplan.reports.layout import (
     Facts,
     Grid,
+    Sentences,
     TextColumn,
     describe_sizes,
-    sentences,
     titled,
 )
 from cgplan.reports.plan_tables import case_table, lane_table, predicted_by
@@ -72,7 +72,7 @@ def inspect_config(request: InspectRequest, vllm: VllmConfig | None) -> None:
         parts.append(titled(f"Values of {path}", _key_table(rows)))
     else:
         is_set = [row for row in rows if row.origin not in ("default", "resolved")]
-        rest = sentences(f"and {len(rows) - len(is_set)} defaults, listed with --all")
+        rest = Sentences(f"and {len(rows) - len(is_set)} defaults, listed with --all")
         parts.append(titled(f"Values set for {path}", _key_table(is_set), rest))
     show(*parts)
 

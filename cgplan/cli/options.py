@@ -196,22 +196,9 @@ def result_file(text: str, other: str) -> Path:
     return Path(text)
 
 
-# Click 8.1 takes no partial function as a parser.
-def whole_from_1(text: str) -> int:
-    return whole(text, least=1)
-
-
-def json_file(text: str) -> Path:
-    return result_file(text, ".html")
-
-
-def html_file(text: str) -> Path:
-    return result_file(text, ".json")
-
-
-# Options of several groups.
+# Options of several groups. Click 8.1 takes no partial function as a parser.
 count = partial(option, metavar="N", parser=whole)
-count_from_1 = partial(count, parser=whole_from_1)
+count_from_1 = partial(count, parser=lambda text: whole(text, least=1))
 COSTS = partial(
     option,
     "What graphs cost: a capture report, vLLM's log, `estimate` or `measure`.",
@@ -257,11 +244,11 @@ class Saved(Shown):
         "Also save the result as JSON in this file.",
         "--output",
         "-o",
-        parser=json_file,
+        parser=lambda text: result_file(text, ".html"),
     )
     html: Path | None = file_option(
         "Also write it as one HTML file, with charts.",
-        parser=html_file,
+        parser=lambda text: result_file(text, ".json"),
     )
 
 

@@ -169,11 +169,8 @@ def loaded_config(
     return LoadedConfig(config, origins, base_dir)
 
 
-def validate_config(data: Mapping[str, Any]) -> Config:
-    try:
-        return Config.model_validate(data)
-    except ValidationError as error:
-        raise explain(error, data, "configuration", Config) from None
+def validate_config(data: Any) -> Config:
+    return loaded_config(data, "configuration", (), {}).config
 
 
 class _Loader(yaml.SafeLoader):

@@ -418,10 +418,7 @@ class Learner:
         for given in names:
             what = f"dynamic or pad names {given!r}"
             head = given.partition(".")[0]
-            parts = list[str]()
-            for name in kind.specs:
-                if name.partition(".")[0] == head:
-                    parts.append(name)
+            parts = [name for name in kind.specs if name.partition(".")[0] == head]
             if parts and given not in parts:
                 raise ConfigError(
                     what,

@@ -430,11 +430,8 @@ class Planner:
         of_first: bool = False,
     ) -> list[tuple[Traffic, float]]:
         """Steps to plan for; requests are simulated with the step times of ``plan``."""
-        found = []
-        for source, weight in self._first if of_first else self.sources:
-            traffic = self._simulated(config, plan, source)
-            found.append((traffic, weight))
-        return found
+        sources = self._first if of_first else self.sources
+        return [(self._simulated(config, plan, source), weight) for source, weight in sources]
 
     def _simulated(
         self,

@@ -196,10 +196,7 @@ def sizes_between(plan: Plan, run: Run) -> Iterator[str]:
 
 def bench_of(plan: Plan, sizes: Iterable[int]) -> str:
     """The command that measures those sizes that the scheduler's bounds allow."""
-    allowed = []
-    for size in sorted(sizes):
-        if size <= plan.max_num_batched_tokens:
-            allowed.append(str(size))
+    allowed = [str(size) for size in sorted(sizes) if size <= plan.max_num_batched_tokens]
     listing = ",".join(allowed)
     command = f"cgplan bench FILE --set 'compilation.cudagraph_capture_sizes=[{listing}]'"
     if plan.config["compilation"]["max_cudagraph_capture_size"] is not None:
@@ -285,7 +282,6 @@ def _lora_cases(plan: Plan, run: Run) -> Iterator[str]:
 
 
 def _wide_steps(run: Run) -> Iterator[str]:
-    """Graphs where more than a quarter of the tokens that run are padding, and that takes time."""
     for use in run.uses:
         assert use.step_us
         assert use.own_us

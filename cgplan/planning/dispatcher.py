@@ -222,10 +222,7 @@ class CudagraphDispatcher:
             return MissReason.NOTHING_CAPTURED
         if num_active_loras not in self._cases:
             return MissReason.NO_LORA_CASE
-        held = []
-        for _, descriptor in self.plan.keys:
-            fits = map(ge, descriptor.sizes, sizes)
-            held.append(all(fits))
+        held = [all(map(ge, descriptor.sizes, sizes)) for _, descriptor in self.plan.keys]
         if num_tokens > self.plan.max_capture_size or not any(held):
             return MissReason.TOO_LARGE
         mode, _ = self.dispatch(*asked, sizes=sizes)

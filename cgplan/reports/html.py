@@ -76,8 +76,6 @@ UNITS: Mapping[Format, str] = {
 
 
 class Section(NamedTuple):
-    """Without charts it is open."""
-
     title: str
     about: str
     table: Grid

@@ -278,14 +278,17 @@ def verbatim(text: str) -> Text:
     return _line((text, ""))
 
 
-@dataclass(frozen=True)
-class Drawing:
-    draw: Callable[[int], Iterable[Text]]
+class Sentences:
+    def __init__(self, *lines: str, style: str = "", indent: str = "  ") -> None:
+        self.text = "\n".join(lines)
+        self.style = style
+        self.indent = indent
 
     def __rich_console__(
         self, console: Console, options: ConsoleOptions
     ) -> Iterator[RenderableType]:
-        yield from self.draw(options.max_width)
+        for line in _wrapped(self.text, options.max_width - len(self.indent)):
+            yield _line((self.indent + line, self.style))
 
 
 class Facts:
@@ -304,7 +307,7 @@ class Facts:
     ) -> Iterator[RenderableType]:
         yield heading(self.title)
         if self.answer:
-            yield sentences(self.answer)
+            yield Sentences(self.answer)
         width = options.max_width
         lengths = [len(label) for label, _ in self.rows]
         widest = min(max(lengths, default=0), width // 2)
@@ -341,7 +344,7 @@ def titled(title: str, *parts: RenderableType | None) -> RenderableType | None:
 
 
 def heading(title: str) -> RenderableType:
-    return sentences(title, style="bold", indent="")
+    return Sentences(title, style="bold", indent="")
 
 
 def figures(
@@ -349,7 +352,7 @@ def figures(
 ) -> RenderableType | None:
     if not rows:
         return None
-    below = sentences(*words) if words else None
+    below = Sentences(*words) if words else None
     return titled(title, Grid(rows, *columns), below)
 
 
@@ -359,13 +362,3 @@ def stacked(*parts: RenderableType | None) -> RenderableType:
         if part is not None:
             lines += [part, Text()]
     return Group(*lines[:-1])
-
-
-def sentences(*lines: str, style: str = "", indent: str = "  ") -> RenderableType:
-    text = "\n".join(lines)
-
-    def draw(width: int) -> Iterator[Text]:
-        for line in _wrapped(text, width - len(indent)):
-            yield _line((indent + line, style))
-
-    return Drawing(draw)

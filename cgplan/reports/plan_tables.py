@@ -35,6 +35,7 @@ from cgplan.reports.layout import (
     Grid,
     Microseconds,
     Seconds,
+    Sentences,
     Share,
     TextColumn,
     describe_sizes,
@@ -42,7 +43,6 @@ from cgplan.reports.layout import (
     labelled,
     memory_text,
     render,
-    sentences,
     stacked,
     titled,
     verbatim,
@@ -214,7 +214,7 @@ def _headline(plan: Plan, evidence: Evidence) -> str:
     seconds = format_seconds(cost.seconds)
     memory = format_bytes(cost.total_bytes)
     if ladder and ladder.bytes is not None:
-        seconds += f" instead of {format_seconds(ladder.seconds)}"
+        seconds += f" instead of {format_seconds(ladder.seconds or 0)}"
         theirs = format_bytes(ladder.bytes)
         if theirs != memory:
             memory += f" instead of {theirs}"
@@ -595,7 +595,7 @@ def _ladders(evidence: Evidence, whole: bool) -> RenderableType | None:
         f"bound: each batch at its best, in a graph{eager}; no gain: a ladder within 1% of it",
     ]
     table = _beside((plan, *shown), TextColumn("gain", gain))
-    return titled("Ladders on the same traffic", table, sentences(*words))
+    return titled("Ladders on the same traffic", table, Sentences(*words))
 
 
 def _beside(points: Sequence[LadderPoint], *more: Column) -> Grid:
@@ -649,8 +649,8 @@ def _check(check: PlanCheck) -> RenderableType:
     words = "at own size: in a graph of the batch's size; lost: to padding, of all time"
     return stacked(
         Facts("Check", rows),
-        Group(_beside(check.points, *regrets), sentences(regret_words)),
-        Group(uses, sentences(words)),
+        Group(_beside(check.points, *regrets), Sentences(regret_words)),
+        Group(uses, Sentences(words)),
     )
 
 

@@ -16,6 +16,7 @@ from cgplan.reports.layout import (
     Grid,
     Microseconds,
     Seconds,
+    Sentences,
     Share,
     TextColumn,
     describe_lanes,
@@ -24,7 +25,6 @@ from cgplan.reports.layout import (
     labelled,
     memory_text,
     render,
-    sentences,
     stacked,
     titled,
 )
@@ -394,7 +394,9 @@ def unsure(report: LatencyReport) -> list[str]:
     return [f"Not to be trusted, as over twice the fastest call: {listed(found)}; {advice}."]
 
 
-SPEED_UP = Column("speed-\nup", lambda r: "unsure" if r.unsure else format_ratio(r.speedup))
+SPEED_UP = Column(
+    "speed-\nup", lambda r: "unsure" if r.unsure else r.speedup and format_ratio(r.speedup)
+)
 
 
 def latencies(report: BenchReport) -> Grid:
@@ -719,4 +721,4 @@ def _findings(report: AuditReport) -> RenderableType | None:
     for address, found in by_address.items():
         more = f"; {counted(len(found) - 1, 'more node')}" if len(found) > 1 else ""
         lines.append(f"{address:#x}: {found[0].text}{more}")
-    return titled("Findings", sentences(*lines[:MOST_FINDINGS]))
+    return titled("Findings", Sentences(*lines[:MOST_FINDINGS]))

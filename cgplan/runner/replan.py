@@ -107,7 +107,14 @@ class Replanner:
             times = self._step_times(graphs)
         if costs is None and captured.history:
             costs = _costs(captured)
-        wanted = _proposal(captured, traffic, times, costs)
+        inputs = PlanInputs(
+            graphs.config,
+            [(traffic, 1.0)],
+            times,
+            costs,
+            lost,
+        )
+        wanted = plan_graphs(inputs).explained()
         way: ReplanWay = "proposed"
         new: tuple[Key, ...] = ()
         evicted: tuple[Key, ...] = ()
@@ -172,17 +179,6 @@ def _costs(
     return GraphCosts.from_report(report, captured.graphs.config)
 
 
-def _proposal(
-    captured: CapturedKeys,
-    traffic: Traffic,
-    times: StepTimes,
-    costs: GraphCosts | None,
-) -> Plan:
-    config = captured.graphs.config
-    lost = uncapturable(captured.failed.values())
-    return plan_graphs(PlanInputs(config, [(traffic, 1.0)], times, costs, lost)).explained()
-
-
 def _exchange(
     captured: CapturedKeys,
     wanted: Plan,
@@ -244,7 +240,5 @@ def _is_worth_moving(
     for mode, descriptor in added:
         if descriptor.num_tokens > largest[mode]:
             return True
-    needed = 0
-    for cost in _costs(captured).of(keys).keys:
-        needed += cost.pool_bytes
+    needed = _costs(captured).of(keys).pool_bytes
     return pools.nbytes - needed > WORTH_MOVING * pools.nbytes

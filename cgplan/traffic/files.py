@@ -526,8 +526,22 @@ def read_traffic(
         )
     seqs, tokens = plan.max_num_seqs, plan.max_num_batched_tokens
     beyond = 0.0
+    loras = plan.max_loras or 0
+    most_loras = loras + 1 if loras else 0  # a runner counts more of them as one more
     for shape, weight in found.histogram:
-        _check_shape(shape, path, plan)
+        if shape.uniform and shape.num_tokens != plan.query_len * shape.num_reqs:
+            raise TrafficError(
+                f"{path}: a uniform batch has {shape.num_tokens} tokens for {shape.num_reqs} "
+                f"requests, but the query length is {plan.query_len}",
+                remedy="Set speculative.num_speculative_tokens as it was where the traffic was "
+                "recorded.",
+            )
+        if shape.num_active_loras > most_loras:
+            raise TrafficError(
+                f"{path}: a batch has {shape.num_active_loras} active LoRA adapters, the "
+                f"configuration allows {loras}",
+                remedy=_MORE_LORAS,
+            )
         if shape.num_tokens > tokens or shape.num_reqs > seqs:
             beyond += weight
     if not beyond:
@@ -708,7 +722,8 @@ def _saved(text: str, path: Path) -> Traffic:
     try:
         return Traffic.from_json(text)
     except TrafficError as error:
-        raise TrafficError(f"{path}: {error.message}", remedy=error.remedy) from None
+        error.message = f"{path}: {error.message}"
+        raise
 
 
 def log_traffic(text: str, path: Path, plan: Plan) -> Traffic:
@@ -818,25 +833,6 @@ def _log_rows(text: str, path: Path) -> Iterator[RawRow]:
                     "correct or remove it.",
                 )
             yield where, (*COLUMNS, "mode", "largest"), (*cells, mode, largest)
-
-
-def _check_shape(shape: StepShape, path: Path, plan: Plan) -> None:
-    """A runner counts more adapters than max_loras as max_loras + 1."""
-    if shape.uniform and shape.num_tokens != plan.query_len * shape.num_reqs:
-        raise TrafficError(
-            f"{path}: a uniform batch has {shape.num_tokens} tokens for {shape.num_reqs} requests, "
-            f"but the query length is {plan.query_len}",
-            remedy="Set speculative.num_speculative_tokens as it was where the traffic was "
-            "recorded.",
-        )
-    most = plan.max_loras or 0
-    most_counted = most + 1 if most else 0
-    if shape.num_active_loras > most_counted:
-        raise TrafficError(
-            f"{path}: a batch has {shape.num_active_loras} active LoRA adapters, the "
-            f"configuration allows {most}",
-            remedy=_MORE_LORAS,
-        )
 
 
 def _requests(

@@ -406,9 +406,7 @@ class _Rank:
 
     def _preempted(self, now: int) -> int:
         """The decoding request that was admitted last waits again, ahead of later ones."""
-        newest = []
-        for last, index in self.decoding:
-            newest.append((self.began[index], index, last))
+        newest = [(self.began[index], index, last) for last, index in self.decoding]
         began, index, last = max(newest)
         self.decoding.remove((last, index))
         heapq.heapify(self.decoding)
@@ -538,10 +536,7 @@ class _Engine:
         ]
 
     def service(self, lasted: int) -> Service:
-        decodes = []
-        for shape, ran in self.steps.items():
-            if shape[2]:
-                decodes.append(ran)
+        decodes = [ran for shape, ran in self.steps.items() if shape[2]]
         ttft = []
         tpot = []
         for rank in self.ranks:

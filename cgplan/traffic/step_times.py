@@ -132,8 +132,6 @@ class _Server(BaseModel):
 
 
 class _ServedRow(Record):
-    """N requests ran at a time, without speculation."""
-
     max_concurrency: Size
     request_rate: Annotated[Literal["inf"], BeforeValidator(str)]
     median_itl_ms: Figure
