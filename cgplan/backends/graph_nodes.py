@@ -191,7 +191,7 @@ class CudaNodes:
         opaque = 0
         for kind, node in self._nodes(self._driver.CUgraph(raw)):
             reader = self._readers.get(kind)
-            read = None if reader is None else reader(node)
+            read = reader and reader(node)
             if read is None:
                 opaque += kind not in self._harmless
                 read = _Read(kind.name.removeprefix("CU_GRAPH_NODE_TYPE_").lower())

@@ -250,10 +250,11 @@ class Tape:
         generator = kwargs.get("generator")
         if generator is not None:
             self._note_draw(generator)
-        # the operator may change their layout
+        # the same memory without a hold on its block: the operator may change their layout
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
-                leaves[i] = self._fixed(leaf)
+                alias = self.pool.aliases.get(leaf.untyped_storage()._cdata)
+                leaves[i] = leaf.detach() if alias is None else tensor_on(alias, leaf)
         fixed_args, fixed_kwargs = tree_unflatten(leaves, spec)
         if is_lifted:
             call = torch.ops.aten.clone.default
@@ -317,11 +318,6 @@ class Tape:
             note = f"operator {schema.name} returns an argument, and its schema does not say why"
             self.notes[note] = None
         return True
-
-    def _fixed(self, tensor: Tensor) -> Tensor:
-        """The same memory without a hold on its block; ``.data =`` does not reach it."""
-        alias = self.pool.aliases.get(tensor.untyped_storage()._cdata)
-        return tensor.detach() if alias is None else tensor_on(alias, tensor)
 
 
 def _storages(func: Any, leaves: list[Any]) -> set[int]:

@@ -317,7 +317,7 @@ class DoctorRequest(Saved, Given):
         config = loaded.config
         if self.plan or has_ranks():
             refuse_auto(config.compilation)
-        plan = build_plan(config) if self.plan is None else load_plan(self.plan)
+        plan = load_plan(self.plan) if self.plan else build_plan(config)
         target, kwargs = loaded.model_for(str(path))
         symbols = {extent.symbol for spec in config.tensors.values() for extent in spec.extents}
         if plan.keys and not any(symbols):

@@ -69,7 +69,7 @@ class Priced(NamedTuple):
     doubts: tuple[str, ...] = ()
 
     def plan_of(self, plan: Plan) -> Plan:
-        predicted = None if self.costs is None else self.costs.of(plan.keys)
+        predicted = self.costs and self.costs.of(plan.keys)
         return plan.changed(predicted=predicted, machine=self.machine)
 
 

@@ -127,6 +127,9 @@ def check_sizes(value: object) -> object:
     return value
 
 
+SizesOrLadder = Annotated[tuple[Count, ...] | LadderName | None, BeforeValidator(check_sizes)]
+
+
 def _check_device(value: object) -> object:
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(value)):
         raise ValueError(f"found {value!r}, expected auto, cpu, cuda, or cuda:N")
@@ -351,7 +354,7 @@ class TrafficConfig(Section):
 
     request_rate: Annotated[float, Field(strict=True, ge=0.001, le=1e6)]
     """Requests per second."""
-    num_requests: Annotated[int, Field(strict=True, ge=1, le=1 << 20)] = 10_000
+    num_requests: BatchBound = 10_000
     """Requests to simulate."""
     prompt_median: BatchBound
     """Median tokens of a prompt."""
@@ -414,7 +417,7 @@ class Dim(Section, metaclass=_Named):
     """Largest size with a graph, rounded up to multiple_of."""
     multiple_of: Count = 1
     """Capture sizes are multiples of it."""
-    sizes: Annotated[tuple[Count, ...] | LadderName | None, BeforeValidator(check_sizes)] = None
+    sizes: SizesOrLadder = None
     """Capture sizes, or a ladder's name. Absent: powers of two, times multiple_of."""
 
     if TYPE_CHECKING:
@@ -553,9 +556,7 @@ class CompilationConfig(Section):
     PIECEWISE. AUTO: a capture times FULL, PIECEWISE, inductor and eager steps, and keeps the
     fastest.
     """
-    cudagraph_capture_sizes: Annotated[
-        tuple[Count, ...] | LadderName | None, BeforeValidator(check_sizes)
-    ] = None
+    cudagraph_capture_sizes: SizesOrLadder = None
     """Sizes in tokens, or a ladder's name. Absent: the vllm ladder, or the sizes of the first of
     `dims`.
     """

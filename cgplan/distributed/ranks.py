@@ -455,7 +455,7 @@ def open_ranks(
             ``Place.from_environment``.
         RankFailedError: torch.distributed could not be set up.
     """
-    place = Place.from_environment() if place is None else place
+    place = place or Place.from_environment()
     if place is None or place.world_size == 1:
         return None
     presence, own = Presence.of(place, device)

@@ -181,7 +181,7 @@ class RankedCapture(RankSync):
             session_seconds=report.session_seconds,
         )
         budget = report.budget
-        stops = () if budget is None else budget.stops
+        stops = budget.stops if budget else ()
         told = self.ranks.agree("the report", value=(own, stops))
         records = []
         stops_of_all = []

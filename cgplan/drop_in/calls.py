@@ -299,7 +299,7 @@ class Calls:
         assert kind.runner
         wants_grad = True in kind.requires_grad and torch.is_grad_enabled()
         again = None
-        if wants_grad and self._settings.recomputes:
+        if wants_grad and self._settings.grad:
             again = self._own_code_again(args, kwargs)
         try:
             if prepared is None:

@@ -291,15 +291,14 @@ class Graphed:
             common &= {*notes}
         lines += [f"all kinds: {note}" for note in sorted(common)]
 
-        def apart(row: tuple[str, int, list[str]]) -> str:
-            return "\n".join(note for note in row[2] if note not in common)
-
         if rows:
             table = Grid(
                 rows,
                 TextColumn("sizes", "0"),
                 Column("calls", "1"),
-                TextColumn("kind", apart),
+                TextColumn(
+                    "kind", lambda row: "\n".join(note for note in row[2] if note not in common)
+                ),
             )
             lines.append(plain_text(table))
         if learner.runners:
@@ -329,7 +328,7 @@ class Graphed:
             if kind.is_exact:
                 extents = extents.replace(BATCH, str(kind.dims[BATCH].max))
             notes.append(f"output {index}{key}: [{extents}]")
-        if True in kind.requires_grad and not self._settings.recomputes:
+        if True in kind.requires_grad and not self._settings.grad:
             notes.append("backward through its outputs raises GradientError")
         return notes
 

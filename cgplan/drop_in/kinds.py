@@ -26,7 +26,7 @@ Note [The life of a kind]
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
@@ -61,13 +61,7 @@ Sizes = dict[str, int]  # of a batch, by name
 OwnedKey = tuple[int, Key]  # id of the kind that has the graph, key
 
 
-class Stage(Enum):
-    NEW = auto()
-    SEEN = auto()
-    CHANGED = auto()
-    READY = auto()
-    DIFFERED = auto()
-    EAGER = auto()
+Stage = Enum("Stage", "NEW SEEN CHANGED READY DIFFERED EAGER")
 
 
 class _Point(NamedTuple):

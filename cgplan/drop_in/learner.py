@@ -149,10 +149,6 @@ class Settings:
                 remedy="Leave cudagraph_mode out, or name a mode.",
             )
 
-    @property
-    def recomputes(self) -> bool:
-        return self.grad is not None
-
 
 def _validated(
     section: Callable[..., Any],
@@ -496,7 +492,7 @@ class Learner:
         is_steady = kind.may_capture  # else it changed the model
         writes_state = is_steady and written_now != written
         draws = is_steady and drawn_now != drawn
-        if settings.recomputes and True in kind.requires_grad and (draws or writes_state):
+        if settings.grad and True in kind.requires_grad and (draws or writes_state):
             kind.run_eagerly(
                 "backward could not run it again: each run draws random numbers, or writes tensors"
             )

@@ -202,7 +202,11 @@ class AllocationLog(DispatchMode):
             return func(*args, **kwargs)
         if self._refuses:
             refuse_host(func, args, kwargs, self.refusals)
-        args, kwargs = tree_map_only(torch.Tensor, self._faked, (args, kwargs))
+        args, kwargs = tree_map_only(
+            torch.Tensor,
+            lambda given: given if isinstance(given, FakeTensor) else self._fake.from_tensor(given),
+            (args, kwargs),
+        )
         # a graph copies constants of Python code
         is_constant = func is torch.ops.aten.lift_fresh.default
         given = set() if is_constant else set(storages_of(tensors_in((args, kwargs))))
@@ -213,9 +217,6 @@ class AllocationLog(DispatchMode):
         name = func._schema.name.removeprefix("aten::")
         self.operators += not is_view and name not in ALLOCATIONS
         return output
-
-    def _faked(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if isinstance(tensor, FakeTensor) else self._fake.from_tensor(tensor)
 
     def _take(
         self,

@@ -474,11 +474,9 @@ class Planner:
         if not found:
             self._planned(config)  # raises the error of the mode asked for
         longest = min(planned.run.expected_us for _, planned in found) * (1 + ALIKE)
-
-        def place(pair: tuple[Config, PlannedGraphs]) -> tuple[bool, int]:
-            return pair[1].run.expected_us > longest, pair[1].plan.num_graphs
-
-        return sorted(found, key=place)
+        return sorted(
+            found, key=lambda pair: (pair[1].run.expected_us > longest, pair[1].plan.num_graphs)
+        )
 
     def _in_modes(
         self,

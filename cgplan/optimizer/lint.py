@@ -44,7 +44,6 @@ def lint(plan: Plan, run: Run) -> tuple[str, ...]:
 
 
 def lint_without_traffic(plan: Plan) -> tuple[str, ...]:
-    """Warnings about a plan that was not made for traffic: its sizes alone are known."""
     return (
         *_uncaptured_decode(plan),
         *_uneven_sizes(plan),

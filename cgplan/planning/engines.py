@@ -215,8 +215,7 @@ def read_vllm(
                 f"taken, vLLM's default depends on the GPU{doubled}{where}"
             )
     kept = {name: value for name, value in given.items() if name not in _PLANNED}
-    mode_option = f" --performance-mode {performance_mode}"
-    ladder = "" if performance_mode == "balanced" else mode_option
+    ladder = "" if performance_mode == "balanced" else f" --performance-mode {performance_mode}"
     ladder += " --blackwell" if blackwell else ""
     engine_options = EngineOptions(kept=kept, ladder=ladder)
     return VllmConfig(loaded, tuple(notes), build_plan(config).warnings, engine_options)

@@ -292,20 +292,22 @@ def lane_table(plan: Plan) -> RenderableType | None:
 
 
 def case_table(cases: Sequence[CaseCost], max_loras: int) -> RenderableType | None:
-    def adapters(case: CaseCost) -> object:
-        return case.num_active_loras if case.num_active_loras <= max_loras else "any number"
-
     words = "what the plan would save without that case alone; cases share the pool"
     if any(case.bytes is None for case in cases):
         words = (
             "memory and start-up are not known: give --costs FILE, --costs estimate or --costs "
             "measure"
         )
-    columns = (TextColumn("active adapters", adapters), GRAPHS, *_COSTS)
+    adapters = TextColumn(
+        "active adapters",
+        lambda case: "any number" if case.num_active_loras > max_loras else case.num_active_loras,
+    )
     return figures(
         "What each LoRA case adds",
         cases,
-        *columns,
+        adapters,
+        GRAPHS,
+        *_COSTS,
         words=[
             words,
             "no setting drops one case alone: specialize_active_lora and cudagraph_specialize_lora "
@@ -669,10 +671,11 @@ def render_difference(
     rows += labelled("note", difference.notes)
     lanes: RenderableType = Text("No graph of the model is added or removed.")
     if difference.changed_lanes:
-        columns = [_LANE]
-        for name in ("added", "removed", "kept"):
-            columns.append(TextColumn(name, name, lambda sizes: describe_sizes(sizes, "-")))
-        lanes = Grid(difference.changed_lanes, *columns)
+        columns = [
+            TextColumn(name, name, lambda sizes: describe_sizes(sizes, "-"))
+            for name in ("added", "removed", "kept")
+        ]
+        lanes = Grid(difference.changed_lanes, _LANE, *columns)
     both = Grid(
         [
             _figure(

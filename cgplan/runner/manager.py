@@ -107,7 +107,7 @@ class CudaGraphManager:
         self.config = config
         self.backend = backend
         self.name = name
-        self.plan = build_plan(config) if plan is None else plan
+        self.plan = plan or build_plan(config)
         self.pool = GraphPool(backend) if pool is None else pool
         given = self.pool if pool or config.compilation.pool == "shared" else None
         self._session = CaptureSession(

@@ -91,7 +91,7 @@ class CaptureSession:
         self._refuse_misfits()
         on_demand = self.config.compilation.is_lazy
         keys = () if on_demand else self.plan.keys
-        use = PoolUse() if self.pool is None else self.pool.use
+        use = self.pool.use if self.pool else PoolUse()
         with use.held(self.name):
             captured = self._capture_plan(self.plan, keys, on_demand, self.began)
             return GraphRunner(captured, self._capture_plan, use, self.name, stats)

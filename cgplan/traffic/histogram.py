@@ -76,7 +76,7 @@ class Goal(Record):
         """Microseconds that it bounds; None where no request has them."""
         what, percentile = self.name.split("_")
         found = getattr(service, f"{what}_us")
-        return None if found is None else float(getattr(found, percentile))
+        return found and float(getattr(found, percentile))
 
     def __str__(self) -> str:
         return f"{self.name}={format_microseconds(self.microseconds)}"
