@@ -426,8 +426,9 @@ def _as_engine_runs(
         is_asked_for = not loaded.origin("compilation.cudagraph_mode").endswith("default")
         has_prefill = is_asked_for and mode.mixed_mode() is CUDAGraphMode.PIECEWISE
         if mode.has_mode(CUDAGraphMode.FULL) and not has_prefill:  # off by its default
-            decode_alone = CUDAGraphMode.FULL_DECODE_ONLY
-            config = config.with_values("compilation", cudagraph_mode=decode_alone)
+            config = config.with_values(
+                "compilation", cudagraph_mode=CUDAGraphMode.FULL_DECODE_ONLY
+            )
     return replace(loaded, config=config)
 
 

@@ -234,8 +234,9 @@ class Graphed:
     @property
     def runners(self) -> tuple[GraphRunner, ...]:
         """One for each kind with graphs, most calls first."""
-        found = self._learner.runners
-        return tuple(sorted(found, key=lambda runner: runner.stats.calls, reverse=True))
+        return tuple(
+            sorted(self._learner.runners, key=lambda runner: runner.stats.calls, reverse=True)
+        )
 
     @property
     def report(self) -> CaptureReport:
@@ -934,8 +935,7 @@ def config_text(
         key = "model.kwargs.target"
     values["model"] = made_by | values.get("model", {})
     notes = ["Written by cgplan, which saw calls of this kind:", *kind.notes]
-    for name in sorted(kind.grows):
-        notes.append(f"To correct: dims.{name}.max, a guess from calls")
+    notes += [f"To correct: dims.{name}.max, a guess from calls" for name in sorted(kind.grows)]
     if target is None:
         notes.append(
             f"To fill in: {key}, a function that returns the model, such as my_model.py:build"

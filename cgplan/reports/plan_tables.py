@@ -603,8 +603,7 @@ def _ladders(evidence: Evidence, whole: bool) -> RenderableType | None:
 def _beside(points: Sequence[LadderPoint], *more: Column) -> Grid:
     columns = [_LADDER, GRAPHS, Microseconds("step", "expected_us")]
     if any(point.decode_us for point in points) and any(point.mixed_us for point in points):
-        columns.append(Microseconds("decode", "decode_us"))
-        columns.append(Microseconds("mixed", "mixed_us"))
+        columns += [Microseconds("decode", "decode_us"), Microseconds("mixed", "mixed_us")]
     if any(point.bytes for point in points):
         columns += _COSTS
     return Grid(
