@@ -56,6 +56,7 @@ _HINTS = {  # by what is said; the first counts
         "-O.cudagraph_mode=PIECEWISE; -O0 has no graph: leave it out"
     ),
     "option: -c": f"Of vLLM: {VLLM_JSON}",
+    "option: --tensor-parallel-size": "Of vLLM, whose log has its effect: leave it out",
     "option: --enforce-eager$": "Of vLLM, which captures no graph then: leave it out",
     "option: --(gpu-memory(-utilization)?|kv-cache-memory(-bytes)?)$": (
         "`cgplan vllm check --log FILE` takes GPU memory, gives --kv-cache-tokens"

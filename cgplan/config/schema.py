@@ -589,7 +589,7 @@ class CompilationConfig(Section):
     0.33.
     """
     cudagraph_specialize_lora: Flag = True
-    """Capture graphs without adapters, too; false: one graph serves both."""
+    """Capture graphs without adapters, too; false: one graph serves both. V2 ignores it."""
     splitting_ops: tuple[str, ...] | None = None
     """Operators kept out of PIECEWISE segments, such as `aten::matmul` (`@`) or `aten::slice`
     (`x[:, :4]`). Absent: PyTorch's attention operators and cgplan::attention; with piecewise:

@@ -173,8 +173,7 @@ class Planner:
             )
         if planned.plan.draft_keys:
             notes.append(
-                "max_graphs counts the draft model's graphs; step times do not, nor costs but "
-                "those of a log with drafts"
+                "max_graphs counts the draft model's graphs; costs do if of a log with drafts"
             )
         planned = planned.with_plan(notes=tuple(notes))
         plan = planned.plan
@@ -385,14 +384,10 @@ class Planner:
             if robust.run.expected_us <= longest:
                 planned = robust
                 break
-        else:
-            if others:
-                note = (
-                    "the p99 of decode and higher loads were not planned for: the step would be "
-                    f"more than {GIVEN_UP:.1%} longer; with requests --scale 1,2,4 --objective "
-                    "worst plans for them"
-                )
-                planned = planned.with_plan(lint=(*planned.plan.lint, note))
+        planned = replace(
+            planned,
+            others=others,
+        )
         plan = planned.plan
         if config.compilation.key_rules != "vllm_v2" or not plan.capture_sizes:
             return planned

@@ -96,10 +96,17 @@ def _scheduler_cliffs(plan: Plan, run: Run) -> Iterator[str]:
             continue
         lanes = plan.lanes().items()
         most = max((sizes[-1] for lane, sizes in lanes if run.serves(lane, batch)), default=0)
-        if most < batch.num_tokens and (cliff := _cliff(plan, run, batch)):
+        if most >= batch.num_tokens:
+            continue
+        size = batch.num_tokens
+        cliff = _cliff(plan, run, batch)
+        if not cliff and batch.uniform and most:
+            size = most // each * each + each  # the first above all graphs
+            cliff = _cliff(plan, run, batch._replace(num_tokens=size))
+        if cliff:
             held = f"; at most {most // each} {unit} run in graphs: lower {limit} to that, or"
             yield (
-                f"scheduler.{limit} allows {_kind(batch.uniform)} batches of {batch.num_tokens} "
+                f"scheduler.{limit} allows {_kind(batch.uniform)} batches of {size} "
                 f"tokens, which no graph holds: {cliff}{held if most else ':'} accept eager steps"
             )
 
@@ -254,7 +261,8 @@ def _lora_cases(plan: Plan, run: Run) -> Iterator[str]:
         if number:
             yield (
                 f"{seen}: {number} of {len(cases)} graphs are for LoRA cases, which are never "
-                "seen, or not told: a trace tells them in a column Adapter, vLLM's log does not"
+                "seen, or not told: a trace tells them in a column Adapter, a traffic section by "
+                "lora_share, vLLM's log does not"
             )
         elif cases:
             yield (
@@ -265,9 +273,10 @@ def _lora_cases(plan: Plan, run: Run) -> Iterator[str]:
         unseen = sorted(set(cases) - used)
         graphs = sum(case in unseen for case in cases)
         if unseen:
+            lever = "; with --runner v1 cudagraph_specialize_lora false drops those of case 0"
             yield (
                 f"LoRA cases {listed(unseen)} are never seen: no batch of the traffic runs in "
-                f"their {counted(graphs, 'graph')}"
+                f"their {counted(graphs, 'graph')}{'' if unseen[0] else lever}"
             )
     beyond = loras > most
     if beyond.any():

@@ -458,6 +458,7 @@ class PlannedGraphs:
         best_alone: The best step of each load, where that was sought.
         for_slo: Whether its number of graphs is the least that holds an SLO.
         unlimited: The plan that may take more memory than the graphs asked for.
+        others: Loads that are shown beside those of the inputs, planned for or not.
     """
 
     plan: Plan
@@ -467,6 +468,7 @@ class PlannedGraphs:
     best_alone: Sequence[float]
     for_slo: bool = False
     unlimited: PlannedGraphs | None = None
+    others: Sequence[Traffic] = ()
 
     def with_plan(self, **changed: Any) -> PlannedGraphs:
         return replace(self, plan=self.plan.changed(**changed))
@@ -514,7 +516,7 @@ class PlannedGraphs:
             unsure.append(
                 "steps with adapters were not measured: taken as "
                 f"{run.times.lora_overhead:.0%} longer; vLLM's log does not tell them, a table "
-                "with num_active_loras does"
+                "with num_active_loras does (docs/planning.md, LoRAs in step times)"
             )
         binding = self._binding()
         price = inputs.price(plan.keys)
@@ -571,7 +573,7 @@ class PlannedGraphs:
         return plan.changed(evidence=evidence.model_dump(mode="json"))
 
     def _loads(self) -> Iterator[LoadPoint]:
-        loads = [load for load, _ in (*self.inputs.loads, *self.inputs.beside)]
+        loads = [*(load for load, _ in self.inputs.loads), *self.others]
         if len(loads) < 2:
             return
         ladder = self._asked
@@ -787,7 +789,7 @@ class PlannedGraphs:
         if change > NO_GAIN:
             return (
                 f"steps that graphs run are {change:.1%} longer than {theirs}, with {graphs}: "
-                "see what binds"
+                f"{'--slo asks for the fewest' if self.for_slo else 'see what binds'}"
             )
         if ladder.no_gain and change <= ALIKE:
             keep = "keep them; " if self._keeps(ladder) else ""

@@ -149,7 +149,7 @@ def read_vllm(
     """
     given = _parse(text)
     runner, said = _runner(runner, speculative_method)
-    notes = [said, *_ignored(given)]
+    notes = [said, *_ignored(given, runner)]
     asked = {name: given[name] for name in _TAKEN_OVER if given.get(name) is not None}
     options: dict[str, Any] = {
         "scheduler.max_num_seqs": max_num_seqs,
@@ -236,7 +236,9 @@ def _runner(
     return "v2", "graphs are those of model runner V2, vLLM's default; V1's: --runner v1"
 
 
-def _ignored(given: Mapping[str, Any]) -> Iterator[str]:
+def _ignored(given: Mapping[str, Any], runner: str) -> Iterator[str]:
+    if runner == "v2" and given.get("cudagraph_specialize_lora") is False:
+        yield "model runner V2 ignores cudagraph_specialize_lora; V1 does not: --runner v1"
     for name in given:
         if name == "pass_config" and _has_sequence_parallelism(given):
             yield (

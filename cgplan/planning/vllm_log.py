@@ -323,8 +323,8 @@ class StartLog:
         """Raises BudgetError if nothing is left."""
         if not self.advice:
             yield (
-                "the log does not tell memory, as with --kv-cache-memory-bytes: what is left for "
-                "the KV cache was not computed"
+                "the log has no line `Free memory on device`, as with --kv-cache-memory-bytes: "
+                "what is left for the KV cache was not computed"
             )
             return
         others = [*self.other_memory(plan)]
@@ -363,8 +363,8 @@ class StartLog:
         )
         if total * share == today and left < used and self.sizes:
             yield (
-                f"that is {used - left:.2f} GiB less than today: the graphs, and 150 MiB to spare, "
-                "take more than vLLM kept free"
+                f"that is {used - left:.2f} GiB less than today, for the graphs and 150 MiB to "
+                "spare"
             )
 
 

@@ -381,10 +381,12 @@ def _answer(
         took = format_microseconds(worst.expected_us)
         took += f" a step, {format_microseconds(worst.ladder_us or 0)} with the graphs asked for"
         limits = ", --".join(evidence.binding).replace("_", "-")
-        remedy = "keep those if these steps matter"
+        remedy = "keep those if these steps matter; requests: --scale 1,2,4 --objective worst"
         if limits:
             other = "smaller" if "slo" in evidence.binding else "larger"
             remedy = f"a {other} --{limits} shortens it"
+        if "slo" in evidence.binding:
+            remedy += "; the SLO holds at the loads given alone: --scale 1,2 adds one"
         rows.append(("warning", f"{worst.source}: {took}; {remedy}"))
     told = [row for row in said(plan, brief=not whole) if row not in rows]
     rows.append(("step times", evidence.times_source))

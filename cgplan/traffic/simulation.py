@@ -202,6 +202,11 @@ def simulate(
         f"{longest_wait / 1e9:.3g} s at most",
     ]
     warnings = [*trace.warnings, *engine.overload()]
+    if bounds.query_len > 1:
+        warnings.append(
+            "step times are without drafting, so TPOT and an SLO lack its time, unless each row of "
+            "a table has the draft's milliseconds: add them"
+        )
     if bounds.query_len > 1 and not bounds.accepted_tokens:
         warnings.append(
             "all drafts count as accepted, so TPOT is too short: --set "

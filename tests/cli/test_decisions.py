@@ -258,6 +258,14 @@ def test_an_slo_binds_its_plan_and_checks_judge_by_it(home: Path) -> None:
     assert steps["verdict"].startswith(said)
 
 
+def test_a_plan_that_leaves_higher_loads_out_says_how_long_their_steps_are() -> None:
+    shown = unwrapped(good(*GIVEN, "--slo", "tpot_p99=10ms", "--mode", "keep").stdout)
+    above = shown.partition("step times")[0]
+    assert re.search(r"2 times the load: \S+ ms a step, \S+ ms with the graphs asked for", above)
+    assert "the SLO holds at the loads given alone: --scale 1,2 adds one" in above
+    assert "with 10% of unseen sizes binding" in shown, "they had no share of the steps"
+
+
 def test_an_slo_is_held_in_the_mode_with_the_fewest_graphs() -> None:
     goal = ("--slo", "decode_p99=4ms")
     keep = plan_of(*GIVEN, *goal, "--mode", "keep")
@@ -500,6 +508,8 @@ def test_a_draft_model_counts_in_the_budget(home: Path) -> None:
     once = f"{plan.num_graphs} graphs ({len(plan.draft_keys)} of them of the draft model)"
     assert f"Plan: {once} instead of" in shown
     assert f"those with the vllm ladder's 179 graphs, with {once}" in shown
+    undrafted = "warning     step times are without drafting, so TPOT and an SLO lack its time"
+    assert undrafted in shown.partition("sizes  ")[0]
     accepted = "all drafts count as accepted, so TPOT is too short: --set speculative."
     assert f"warning     {accepted}" in shown.partition("sizes  ")[0]
     known = ("--set", "speculative.accepted_tokens=4")

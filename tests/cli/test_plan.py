@@ -938,7 +938,7 @@ def test_vllm_check(home: Path) -> None:
         r"predicted: \S+ \S+ and \S+ s, by the log of vLLM, \S+ \(no graph of the draft model\)",
         shown,
     )
-    assert shown.rstrip().endswith("take more than vLLM kept free")
+    assert shown.rstrip().endswith("GiB less than today, for the graphs and 150 MiB to spare")
     assert unwrapped(good("vllm", "check", *drafted, "--costs", str(START)).stdout) == shown
     as_logged = ("--max-num-batched-tokens", "8,192")
     assert good("vllm", "check", *as_logged).stdout == good("vllm", "check").stdout
@@ -1543,7 +1543,7 @@ def test_what_a_plan_of_several_sizes_refuses(home: Path) -> None:
         ("vllm check --log a.log --gpu-memory-utilization 90", "--gpu-memory-utilization"),
         ("vllm check --log a.log --gpu-memory-utilization 90", "Write a number such as 0.9"),
         ("vllm check --log a.log --gpu-memory-utilization 85%", "Write a number such as 0.9"),
-        ("vllm check --tensor-parallel-size 2", "leave out the rest"),
+        ("vllm check --tensor-parallel-size 2", "whose log has its effect: leave it out"),
         ("plan --vllm {} -tp 2", "leave out the rest"),
         ("plan check p.json --slo tpot_p99=5ms", "a saved plan holds its settings, SLO"),
         ("plan check p.json --kv-cache-tokens 5", "a saved plan holds its settings, SLO"),

@@ -130,6 +130,9 @@ def test_the_schedulers_largest_batch_is_a_cliff_where_it_has_no_graph() -> None
     (warning,) = warnings(plan_of("PIECEWISE", [64], tokens=100), traffic(decode({8: 1})), HOLDS)
     assert "scheduler.max_num_batched_tokens allows mixed batches of 100 tokens" in warning
     assert "at most 64 tokens run in graphs: lower max_num_batched_tokens to that" in warning
+    wide = plan_of("FULL_DECODE_ONLY", [32], seqs=256)
+    (warning,) = warnings(wide, traffic(decode({8: 1})), HOLDS)
+    assert "allows uniform decode batches of 33 tokens" in warning, "at 256 eager is as fast"
     both = plan_of("FULL_AND_PIECEWISE", [64], tokens=64)
     no_mixed = both.changed(keys=tuple(key for key in both.keys if key[0] is FULL))
     (warning,) = warnings(no_mixed, traffic(decode({8: 1})), HOLDS)
@@ -227,13 +230,19 @@ def test_lora_cases_never_seen() -> None:
     assert (
         "no batch of the traffic uses adapters, but lora.max_loras is 4: 2 of 4 graphs" in warning
     )
-    assert "a trace tells them in a column Adapter, vLLM's log does not" in warning
+    assert "in a column Adapter, a traffic section by lora_share, vLLM's log does not" in warning
     seen = traffic(decode({4: 1}), decode({4: 1}, 2))
     assert warnings(plan, seen, "never seen") == []
     by_count = plan_of("FULL", [4, 8], lora={"max_loras": 4, "specialize_active_lora": True})
     (warning,) = warnings(by_count, seen, "never seen")
     assert warning.startswith("LoRA cases 1, 4, 5 are never seen: ")
     assert warning.endswith("runs in their 6 graphs")
+    (warning,) = warnings(plan, traffic(decode({4: 1}, 2)), "never seen")
+    lever = "; with --runner v1 cudagraph_specialize_lora false drops those of case 0"
+    assert warning.startswith("LoRA cases 0 are never seen")
+    assert warning.endswith(f"runs in their 2 graphs{lever}")
+    v1 = plan_of("FULL", [4, 8], lora={"max_loras": 4}, cudagraph_specialize_lora=False)
+    assert len(v1.keys) == 2
 
 
 def test_more_adapters_than_the_configuration_has() -> None:

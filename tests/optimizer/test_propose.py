@@ -777,7 +777,7 @@ def test_lora_cases_that_are_not_told_apart_are_planned_as_one() -> None:
     )
     told = (
         "steps with adapters were not measured: taken as 10% longer; vLLM's log does not tell them, a table "
-        "with num_active_loras does"
+        "with num_active_loras does (docs/planning.md, LoRAs in step times)"
     )
     assert told in proposal.evidence.unsure
     left_out = left_out_of(proposal.evidence)

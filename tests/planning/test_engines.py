@@ -549,6 +549,14 @@ def test_a_runner_without_the_speculative_method_is_refused() -> None:
         read("{}", runner="v2", num_speculative_tokens=3, speculative_method="suffix")
 
 
+def test_a_key_that_the_model_runner_ignores_is_told() -> None:
+    told = "model runner V2 ignores cudagraph_specialize_lora; V1 does not: --runner v1"
+    one = '{"cudagraph_specialize_lora": false}'
+    assert told in read(one, max_loras=4).notes
+    assert told not in read(one, max_loras=4, runner="v1").notes
+    assert told not in read("{}", max_loras=4).notes
+
+
 def test_specialized_adapters_without_their_number_are_told() -> None:
     told = "--specialize-active-lora: no adapter is counted without --max-loras"
     for most in (None, 4):

@@ -111,12 +111,10 @@ def test_the_kv_cache_of_other_graphs_shares_and_gpus(
 def test_a_kv_cache_smaller_than_todays_says_why() -> None:
     """vLLM kept 0.75 GiB free, and advises to leave 150 MiB."""
     _, less = started(LOG).kv_cache(PLAN, GIB, None, None)
-    assert less == (
-        "that is 0.40 GiB less than today: the graphs, and 150 MiB to spare, take more than vLLM kept free"
-    )
+    assert less == ("that is 0.40 GiB less than today, for the graphs and 150 MiB to spare")
     silent = started("Graph capturing finished in 5 secs, took 0.5 GiB")
     (told,) = silent.kv_cache(PLAN, 0, 0.9, 80)
-    assert told.startswith("the log does not tell memory, as with --kv-cache-memory-bytes: ")
+    assert told.startswith("the log has no line `Free memory on device`, as with ")
 
 
 @pytest.mark.parametrize(
