@@ -381,7 +381,7 @@ def _answer(
         took = format_microseconds(worst.expected_us)
         took += f" a step, {format_microseconds(worst.ladder_us or 0)} with the graphs asked for"
         limits = ", --".join(evidence.binding).replace("_", "-")
-        remedy = "keep those if these steps matter; requests: --scale 1,2,4 --objective worst"
+        remedy = "keep those if these steps matter, or add --scale 1,2,4 --objective worst"
         if limits:
             other = "smaller" if "slo" in evidence.binding else "larger"
             remedy = f"a {other} --{limits} shortens it"
