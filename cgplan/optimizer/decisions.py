@@ -537,20 +537,31 @@ class Planner:
         config: Config,
         plan: Plan,
     ) -> Miss:
-        """For the worst load: the goals that it misses, else the one that it misses next."""
+        """For the worst load: the goals that it misses, else the one that it misses next.
+
+        Raises TrafficError where no load has the times of a goal.
+        """
         found = []
+        without = {goal.name for goal in self.slo}
         for requests in self._requests:
             service = self._service(config, plan, requests)
             goals = [(-1.0, "no request has these times")]
             for goal in self.slo:
                 time = goal.of(service)
                 if time is not None:
+                    without.discard(goal.name)
                     wanted = format_microseconds(goal.microseconds)
                     text = f"{goal.name} is {format_microseconds(time)}, {wanted} are asked for"
                     goals.append((time / goal.microseconds - 1, text))
             share, nearest = max(goals)
             missed = "; ".join(text for over, text in goals if over > 0)
             found.append(Miss(share, missed or nearest, requests, service))
+        if without:
+            listed = " and ".join(sorted(without))
+            raise TrafficError(
+                f"no request generates 2 tokens, so {listed} cannot be judged",
+                remedy="Give ttft_p50, ttft_p99, step_p50 or step_p99.",
+            )
         return max(found, key=attrgetter("share"))
 
     def _for_slo(

@@ -411,6 +411,20 @@ def test_an_slo_needs_requests_and_step_times(
     assert words in refused(error, *command, "--slo", "tpot_p99=30ms")
 
 
+@pytest.mark.parametrize("others", [(), ("--slo", "ttft_p99=9s")])
+def test_an_slo_of_tokens_is_not_judged_by_requests_that_generate_none(
+    home: Path, others: tuple[str, ...]
+) -> None:
+    rows = [f"2026-01-01 00:00:{n:02},1,0" for n in range(20)]
+    text = "\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]) + "\n"
+    (home / "trace.csv").write_text(text)
+    of_tokens = ("--slo", "tpot_p99=1us", "--slo", "decode_p99=1us", *others)
+    shown = refused(errors.TrafficError, *GIVEN, *of_tokens)
+    assert "decode_p99 and tpot_p99 cannot be judged" in shown
+    assert "Give ttft_p50, ttft_p99, step_p50 or step_p99" in shown
+    assert plan_of(*GIVEN, "--slo", "ttft_p99=9s").evidence["slo"]
+
+
 @pytest.mark.parametrize(
     "option",
     ["--slo tpot_p99=1s", "--mode best", "--kv-cache-tokens 9000", "--kv-token-bytes 9"],
