@@ -15,6 +15,7 @@ from cgplan.buffers.static import torch_dtype
 from cgplan.config import Config, Extent, Input
 from cgplan.errors import InputError, OutputShapeError, did_you_mean
 from cgplan.modes import BatchDescriptor
+from cgplan.units import counted
 
 
 def never(*_: object) -> bool:
@@ -199,25 +200,32 @@ class OutputRows:
     ) -> None:
         """Raise OutputShapeError if padding cannot be cut off."""
         shapes = self.shapes(descriptor, num_reqs)
-        for index, leaf in enumerate(tree_leaves(output)):
+        leaves = tree_leaves(output)
+        tensors = sum(isinstance(leaf, Tensor) for leaf in leaves)
+        if self._given and len(self._given) != tensors:
+            raise OutputShapeError(
+                f"model.output_shapes has {counted(len(self._given), 'shape')}, the model returns "
+                f"{counted(tensors, 'tensor')}",
+                remedy="Write a shape for each tensor that the model returns, in their order.",
+            )
+        for index, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
-                shape = next(shapes, None)
+                shape = next(shapes)
                 known = leaf.shape
                 if not self._given:
                     known = known[:1]
                 if tuple(known) == shape:
                     continue
-                said = f"model.output_shapes says {shape and list(shape)}"
+                said = f"model.output_shapes says {list(shape)}"
                 if self._given is None:
-                    rows = shape[0] if shape else "no"
-                    said = f"dimension 0 should have {rows} rows ({self._rows})"
+                    said = f"dimension 0 should have {shape[0]} rows ({self._rows})"
                 raise OutputShapeError(
                     f"output {index} of the model has shape {list(leaf.shape)}; {said} for "
                     f"{descriptor}",
-                    remedy="Write num_tokens in place of the number of rows in shapes of inputs. "
-                    "Return tensors with the batch first, or set output_rows (model.output_rows "
-                    "in YAML) to what dimension 0 counts: num_tokens or num_reqs; or "
-                    "model.output_shapes.",
+                    remedy=f"Write {' or '.join(self._config.dim_names)} in place of the number of "
+                    "rows in shapes of inputs. Return tensors with the batch first, or set "
+                    "output_rows (model.output_rows in YAML) to what dimension 0 counts: "
+                    "num_tokens or num_reqs; or model.output_shapes.",
                 )
             if hides_tensors(leaf):
                 raise OutputShapeError(

@@ -122,7 +122,10 @@ def read_config(
     text = read_text(path, ConfigFileError, remedy, MOST_BYTES)
     data, places = _parse(text, path)
     if "kind" in data:  # a report, a plan
-        raise ConfigFileError(f"{path} is a saved {data['kind']}", remedy=remedy)
+        raise ConfigFileError(
+            f"{path} is a saved {data['kind']}",
+            remedy=f"`cgplan inspect {path}` shows it. {remedy}",
+        )
     base_dir = path.resolve().parent
     return loaded_config(
         data,

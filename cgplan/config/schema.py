@@ -846,8 +846,8 @@ class Config(Section):
             self._symbols_of(f"output {index}", map(Extent.parse, shape))
         if others and self.tensors and shapes is None:
             raise ValueError(
-                f"{' and '.join(self.dim_names)} vary: write model.output_shapes; in Python "
-                f"cgplan.capture(..., output_shapes=[['{first}', 10]])"
+                f"{' and '.join(self.dim_names)} vary: write model.output_shapes, one for each "
+                f"output; in Python cgplan.capture(..., output_shapes=[['{first}', 10]])"
             )
         self._check_boxes()
         if self.traffic and self.traffic.lora_share > 0 and self.lora is None:
@@ -969,6 +969,8 @@ def explain(
         remedy = "Give the option a value as expected; -h lists the options."
     if is_unknown:
         remedy = "Correct or remove the key; `cgplan schema --format markdown` lists all keys."
+    if "pad' is missing" in message:
+        remedy = "Give pad=0, or the value that padding rows may hold."
     if "dims" in message:
         remedy += (
             ' A dimension is declared as dims={"batch": {"max": 16}} in Python, and as '

@@ -19,7 +19,11 @@ from cgplan.models.loading import (
 )
 
 try:
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+    from transformers import (
+        CONFIG_MAPPING,
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        AutoModelForCausalLM,
+    )
     from transformers.cache_utils import Cache, CacheLayerMixin
     from transformers.utils.hub import cached_file
 except ImportError as error:
@@ -204,10 +208,11 @@ def read_config(config: Mapping[str, Any] | None, config_file: str | None) -> An
             remedy="Give the contents of a config.json of transformers.",
         )
     kind = str(config.get("model_type"))
-    if kind not in CONFIG_MAPPING:
+    if kind not in CONFIG_MAPPING or CONFIG_MAPPING[kind] not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(
-            f"{where} has model_type {kind!r}, which this transformers does not know",
-            remedy="Give a model_type such as qwen3 or llama.",
+            f"{where} has model_type {kind!r}, of which this transformers builds no causal LM",
+            remedy="Give a model_type such as qwen3 or llama. For another model write a function "
+            "that returns it: `cgplan init my_model.py:build`.",
         )
     try:
         found = CONFIG_MAPPING[kind].from_dict(dict(config))

@@ -711,8 +711,11 @@ def _unknown_form(text: str, first: str, path: Path) -> TrafficError:
             f"writes tables that begin with | {' | '.join(COLUMNS)} |.",
         )
     described = "; ".join(form.described for form in FORMS)
+    found = "is a configuration, not traffic"
+    if path.suffix not in (".yaml", ".yml"):
+        found = f"has no known column in {short(first)}"
     return TrafficError(
-        f"{path}: no known column in {short(first)}",
+        f"{path} {found}",
         remedy=f"{described}; ShareGPT's conversations, vLLM's logs, metrics with "
         f"{METRIC}_total and what cgplan saved will do, too.",
     )
@@ -768,17 +771,18 @@ def log_traffic(text: str, path: Path, plan: Plan) -> Traffic:
 def _metrics(text: str, path: Path, plan: Plan) -> Traffic:
     rows = list(METRICS.read(_metric_rows(text, path)))
     runners = {row.runner for _, row in rows}
+    declared = ", ".join(plan.fixed_inputs)
+    infos = [dict(_LABEL.findall(line)) for line in _INFO.findall(text)]
     if len(runners) > 1:
+        own = [info["runner"] for info in infos if info["inputs"] == declared]
         raise TrafficError(
             f"{path} has batches of several runners: {', '.join(sorted(runners))}",
             remedy="Give the lines of one of them: curl -s URL | grep "
-            f"""'runner="{max(runners)}"' > metrics.txt""",
+            f"""'runner="{max(own or runners)}"' > metrics.txt""",
         )
     counts, guesses = _counted(rows, plan)
     others = sorted(set(map(int, _REPLAYS.findall(text))).difference(plan.capture_sizes))
     warnings = []
-    declared = ", ".join(plan.fixed_inputs)
-    infos = (dict(_LABEL.findall(line)) for line in _INFO.findall(text))
     inputs = next((info["inputs"] for info in infos if info["runner"] in runners), declared)
     if inputs != declared:
         warnings.append(

@@ -17,7 +17,7 @@ from cgplan.config.schema import TrafficConfig
 from cgplan.errors import TrafficError
 from cgplan.planning import Plan
 from cgplan.traffic.histogram import MOST_BATCHED_TOKENS, Percentiles, Service, StepShape, Traffic
-from cgplan.units import counted
+from cgplan.units import counted, format_microseconds
 
 if TYPE_CHECKING:
     import numpy as np
@@ -199,7 +199,7 @@ def simulate(
         f"simulated {len(trace.requests)} requests, prefill in chunks{apart}; {memory}, no "
         f"{other}prefix cache",
         f"the server is busy {engine.busy / lasted:.0%} of the time; a request waits "
-        f"{longest_wait / 1e9:.3g} s at most",
+        f"{format_microseconds(longest_wait / 1000)} at most",
     ]
     warnings = [*trace.warnings, *engine.overload()]
     if bounds.query_len > 1:

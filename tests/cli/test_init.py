@@ -101,6 +101,17 @@ def test_init_of_a_hugging_face_model_captures_as_it_is(home: Path) -> None:
     assert config.scheduler.max_num_seqs == config.scheduler.max_num_batched_tokens == 48
 
 
+def test_init_of_a_hugging_face_model_that_is_no_language_model_says_what_to_write(
+    home: Path,
+) -> None:
+    pytest.importorskip("transformers")
+    (home / "swin").mkdir()
+    (home / "swin" / "config.json").write_text('{"model_type": "swin"}')
+    shown = refused(cgplan.ModelError, "init", "swin")
+    assert "model_type 'swin', of which this transformers builds no causal LM" in shown
+    assert "`cgplan init my_model.py:build`" in shown
+
+
 def test_init_finds_a_model_in_the_cache_of_hugging_face(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

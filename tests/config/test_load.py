@@ -21,6 +21,12 @@ def test_a_saved_report_is_named_in_one_line(refusal: Any) -> None:
     assert message.splitlines()[0].endswith("c.yaml is a saved capture")
 
 
+def test_a_saved_report_is_sent_to_the_command_that_shows_it(write: Any) -> None:
+    with pytest.raises(ConfigFileError) as caught:
+        load_config(write('{"kind": "capture", "records": []}'))
+    assert caught.value.remedy.startswith("`cgplan inspect ")
+
+
 @pytest.mark.parametrize("text", ["# nothing\n", "{}"])
 def test_an_empty_mapping_is_all_defaults(write: Any, text: str) -> None:
     assert load_config(write(text)) == Config()

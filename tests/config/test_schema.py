@@ -493,3 +493,9 @@ def test_one_of_two_values_that_cannot_both_stand_is_taken_back(write: Any, over
         load_config(path, [override])
     config = load_config(path, [override, "compilation.max_cudagraph_capture_size=null"])
     assert config.compilation.cudagraph_capture_sizes == (1, 4)
+
+
+def test_an_input_without_padding_is_told_what_to_give() -> None:
+    with pytest.raises(ConfigError, match="'pad' is missing") as caught:
+        Input(shape=["num_tokens", 8], dtype="float32")  # type: ignore[call-arg, arg-type]
+    assert caught.value.remedy == "Give pad=0, or the value that padding rows may hold."

@@ -170,8 +170,12 @@ def test_a_dimension_that_may_be_narrower(backend: GraphBackend) -> None:
 
 
 def test_what_cannot_be(backend: GraphBackend) -> None:
-    with pytest.raises(OutputShapeError, match=r"model\.output_shapes says"):
+    with pytest.raises(OutputShapeError, match=r"model\.output_shapes says") as caught:
         open_runner(backend, Encoder(), model={"output_shapes": [["batch", 8], ["batch", 8], [3]]})
+    assert caught.value.remedy.startswith("Write batch or length in place of the number of rows")
+    with pytest.raises(OutputShapeError, match="has 1 shape, the model returns") as caught:
+        open_runner(backend, Encoder(), model={"output_shapes": [["batch", 8]]})
+    assert caught.value.remedy.startswith("Write a shape for each tensor")
     last = {"shape": ["length"], "dtype": "int64", "pad": "last"}
     with pytest.raises(ConfigError, match="pad: last goes with rows of the batch"):
         open_runner(backend, Encoder(), inputs={"ids": IDS, "mask": MASK, "starts": last})

@@ -225,7 +225,10 @@ def test_seed_decides_the_weights_and_leaves_the_callers_random_state() -> None:
             {"config": QWEN3, "max_cache_length": 5},
             "remedy: Did you mean 'max_cache_len'? It takes",
         ),
-        ({"config": {"model_type": "vit"}}, "no causal LM"),
+        (
+            {"config": {"model_type": "vit"}},
+            "'vit', of which this transformers builds no causal LM",
+        ),
         (
             {"config": QWEN3, "dtype": "bflot16"},
             "unknown dtype 'bflot16'\n  remedy: Choose float32, bfloat16 or float16",

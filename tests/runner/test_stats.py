@@ -464,6 +464,14 @@ def test_metrics_of_a_runner_with_other_inputs_and_of_few_steps_are_told(tmp_pat
         plans[side] = build_plan(Config.model_validate(config))
     stats = RunnerStats(plans[96])
     count = count_of(stats, 3, 3, NONE, BatchDescriptor(3), MissReason.TOO_LARGE)
+    count.calls = 1
+    others = RunnerStats(plans[64])
+    count_of(others, 3, 3, NONE, BatchDescriptor(3), MissReason.TOO_LARGE).calls = 1
+    path.write_text(stats.prometheus("a") + others.prometheus("b"))
+    for side, name in ((96, "a"), (64, "b")):
+        with pytest.raises(TrafficError) as caught:
+            read_traffic(path, plans[side])
+        assert f"""'runner="{name}"'""" in caught.value.remedy
     for calls, side, told in (
         (100, 96, []),
         (

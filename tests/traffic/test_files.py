@@ -191,7 +191,11 @@ SAVED = b'{"kind": "traffic", "source": "", "histogram": [%b]}'
             "t.txt:1: not UTF-8",
             "of a packed file give /dev/stdin, after `zstdcat ",
         ),
-        (b"a,b\n1,2\n", "no known column in 'a,b'", "a histogram has num_tokens, count"),
+        (
+            b"a,b\n1,2\n",
+            "t.txt has no known column in 'a,b'",
+            "a histogram has num_tokens, count",
+        ),
         (b'[{"num_tokens": 1, "count": 1}]\n', "no known column in", "a histogram has"),
         (b"{}\n", "no known column in '{}'", "a Mooncake trace has timestamp"),
         (
@@ -208,6 +212,13 @@ SAVED = b'{"kind": "traffic", "source": "", "histogram": [%b]}'
 )
 def test_files_that_hold_no_traffic(refused: Any, text: bytes, message: str, remedy: str) -> None:
     refused(text, None, message, remedy)
+
+
+def test_a_configuration_is_no_traffic(tmp_path: Path) -> None:
+    path = tmp_path / "serve.yaml"
+    path.write_text("model: {target: model.py:build}\n")
+    with pytest.raises(TrafficError, match=r"serve\.yaml is a configuration, not traffic"):
+        read_traffic(path, build_plan(Config()))
 
 
 CELLS = st.text(alphabet='0123456789.,-+eE_ "naif:TZ\r\x1c\u0661', max_size=12)

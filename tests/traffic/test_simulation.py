@@ -580,7 +580,7 @@ def test_a_preempted_request_waits_from_when_it_was_put_back() -> None:
     bounds = replace(BOUNDS, kv_tokens=30)
     traffic = simulate(RequestTrace(requests), bounds, lambda batch: 1e6)
     (waited,) = [note for note in traffic.notes if "a request waits" in note]
-    assert waited.endswith("a request waits 4 s at most")
+    assert waited.endswith("a request waits 4.00 s at most")
 
 
 def test_a_request_that_no_kv_cache_holds_is_refused() -> None:
