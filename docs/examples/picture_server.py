@@ -5,6 +5,7 @@ python -c "print([[[0.5] * 32] * 32] * 3)" | curl localhost:8000/classify --json
 """
 
 import asyncio
+import math
 import queue
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -104,6 +105,12 @@ def picture_of(pixels):
     if picture.shape not in SIZES:
         raise HTTPException(422, f"the picture has shape {tuple(picture.shape)}, the model takes {[*SIZES]}")
     return picture
+
+
+def shape_for(height, width):
+    """Of a file: the largest shape that fits into the picture, else the smallest."""
+    inside = [shape for shape in SIZES if shape[1] <= height and shape[2] <= width]
+    return max(inside, key=math.prod, default=min(SIZES, key=math.prod))
 
 
 @app.post("/classify")

@@ -489,6 +489,23 @@ def test_a_server_of_pictures_batches_requests_and_answers_each_as_alone(
     assert all(runner.is_closed for runner in runners.values())
 
 
+def test_a_file_gets_the_largest_shape_that_fits_into_it(
+    pictures: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small, wide, large = (3, 64, 64), (3, 32, 112), (3, 96, 96)
+    monkeypatch.setattr(pictures, "SIZES", {large: [1], wide: [1], small: [1]})
+    for height, width, shape in (
+        (480, 640, large),
+        (96, 96, large),
+        (95, 200, small),
+        (40, 200, wide),
+        (20, 20, wide),
+    ):
+        assert pictures.shape_for(height, width) == shape
+    [page] = [block.text for block in blocks_of("serving") if "async def files" in block.text]
+    assert "shape_for(image.height, image.width)" in page
+
+
 def test_the_page_shows_the_middle_of_that_server() -> None:
     source = PROGRAMS["picture_server"].read_text(encoding="utf-8")
     shown = [
