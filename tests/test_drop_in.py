@@ -1772,3 +1772,31 @@ def test_a_kind_that_is_warmed_up_and_adds_to_the_model_keeps_its_graphs(
         for _ in range(3):
             torch.testing.assert_close(g(x, k=1), x * 2)
     assert g.graph_calls == known + 3
+
+
+class Kept:
+    def __init__(self, size: int = 1) -> None:
+        self.values = torch.zeros(size)
+
+
+def test_a_kept_object_has_graphs_whatever_came_before() -> None:
+    def model(x: Tensor, cache: Kept) -> Tensor:
+        return x + cache.values.sum()
+
+    g = cgplan.graphed(model, dynamic={}, device="cpu")
+    x = torch.ones(2)
+    for _ in range(30):  # new ones
+        g(x, Kept())
+    for _ in range(3):
+        grows = Kept()
+        for size in range(1, 33):
+            grows.values = torch.zeros(size)
+            g(x, grows)
+    learnt = g.eager_calls["the first calls of a kind"]
+    assert learnt <= 17 + 3 * 6, "a cache that grows is tried less and less"
+    assert not g.graph_calls
+    two = Kept(), Kept(2)
+    for _ in range(4):
+        for kept in two:
+            assert torch.equal(g(x, kept), x)
+    assert g.graph_calls == 2

@@ -233,7 +233,7 @@ class Calls:
         if not learner.holds():  # else a new kind's first call is blamed
             learner.free_if_changed()
         family = learner.family_of(call)
-        if family.skips_a_call():
+        if family.skips_a_call(call.form):
             kinds = " or ".join(object_roots(call.form))
             learner.tell_once(
                 f"{NEW_STATES}, {kinds}: graphs need one object whose Python values and shapes "

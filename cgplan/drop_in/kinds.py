@@ -54,6 +54,7 @@ from cgplan.runner.runner import GraphRunner
 from cgplan.runner.stats import RunnerStats
 
 _MOST_MISSES = 16  # a few objects, each of them new once and used once
+_MOST_AGAIN = 8  # objects used in turn
 _MOST_SIZES = 64  # for which a model adds something
 
 Shape = tuple[int | str, ...]
@@ -399,19 +400,29 @@ class Family:
     Attributes:
         values: Of each constant, by path.
         misses: Calls in a row with an object in a new state.
+        again: Since then, calls by form, of the last few.
     """
 
     calls: int = 0
     kinds: int = 0
     values: dict[str, set[str]] = field(default_factory=dict)
     misses: int = 0
+    again: dict[Form, int] = field(default_factory=dict)
 
-    def skips_a_call(self) -> bool:
-        """Objects change with each call, as growing caches do; sometimes False, to try."""
+    def skips_a_call(
+        self,
+        form: Form,
+    ) -> bool:
+        """Objects are new or change with each call, as growing caches do. False for one that
+        comes again, at its calls 2, 3, 5, 9, ...
+        """
         if self.misses <= _MOST_MISSES:
             return False
-        self.misses += 1
-        return self.misses.bit_count() != 1
+        count = self.again.pop(form, 0)
+        if len(self.again) == _MOST_AGAIN:
+            del self.again[next(iter(self.again))]
+        self.again[form] = count + 1
+        return count.bit_count() != 1
 
     def add(
         self,
