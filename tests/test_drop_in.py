@@ -1800,3 +1800,24 @@ def test_a_kept_object_has_graphs_whatever_came_before() -> None:
         for kept in two:
             assert torch.equal(g(x, kept), x)
     assert g.graph_calls == 2
+
+
+def test_ignore_and_hints_are_for_values_of_python(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout()).eval().requires_grad_(False)
+    g = cgplan.graphed(model, device="cpu")
+    ignores = cgplan.graphed(model, device="cpu", ignore="model[0]")
+    x = torch.ones(2, 4)
+    for _ in range(3):
+        g(x), ignores(x)
+    assert "ignore names 'model[0]', which holds the module model[0]: graphs keep" in caplog.text
+    caplog.clear()
+    model[0].weight.data = torch.ones(2, 4)
+    model[0].bias.data = torch.ones(2)
+    g(x)
+    assert "model[0].weight (it was torch.float32 [4, 4]" in caplog.text
+    for _ in range(3):
+        g(x)
+    model[1].train()
+    g(x)
+    assert "model[1].training" in caplog.text
+    assert "ignore=" not in caplog.text

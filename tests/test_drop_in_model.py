@@ -1230,7 +1230,8 @@ def test_transformers_generate_by_graphs(backend: GraphBackend) -> None:
             "Pass the model itself, with its LM head: `lm`, not `lm.generate`"
             in refused.value.remedy
         )
-        assert "`AutoModelForCausalLM.from_pretrained(...)`" in refused.value.remedy
+        assert "`AutoModelForCausalLM.from_pretrained(...)`, `pipe.model`" in refused.value.remedy
+        assert "For Mamba: docs/graphed.md" in refused.value.remedy
     for length in (None, 0, "64"):
         with pytest.raises(ConfigError, match=f"max_cache_len is {length!r}, no whole number"):
             cgplan.graphed_generate(lm, max_cache_len=length)

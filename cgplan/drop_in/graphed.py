@@ -556,7 +556,7 @@ def graphed_generate(
     if type(max_cache_len) is not int or max_cache_len < 1:
         raise ConfigError(
             f"max_cache_len is {max_cache_len!r:.80}, no whole number from 1",
-            remedy="Give max_cache_len=1024.",
+            remedy="Give the tokens of your longest prompt and its answer: max_cache_len=1024.",
         )
     name = type(model).__name__
     if _has_encoder(model):
@@ -568,8 +568,9 @@ def graphed_generate(
         raise ConfigError(
             f"{name} is no model of transformers with a KV cache",
             remedy="Pass the model itself, with its LM head: `lm`, not `lm.generate`; "
-            "`AutoModelForCausalLM.from_pretrained(...)`, `peft_model.get_base_model()`, or what "
-            "you gave to `torch.compile` or `graphed`.",
+            "`AutoModelForCausalLM.from_pretrained(...)`, `pipe.model`, "
+            "`peft_model.get_base_model()`, or what you gave to `torch.compile` or `graphed`. For "
+            "Mamba: docs/graphed.md, Options and models without graphs.",
         )
     forward = model.forward
     if isinstance(forward, Graphed):  # of an earlier call

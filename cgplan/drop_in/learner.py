@@ -305,6 +305,13 @@ class Learner:
                 if not any(is_ignored(path, [pattern]) for path in paths):
                     hint = did_you_mean(pattern, paths, "; did you mean {!r}?", cutoff=0.75)
                     self.tell_once(f"ignore names {pattern!r}, where nothing is compared{hint}")
+                for module in record.modules()[0]:
+                    if is_ignored(module.path, [pattern]):
+                        self.tell_once(
+                            f"ignore names {pattern!r}, which holds the module {module.path}: "
+                            "graphs keep its old parts after an exchange; name Python values",
+                            pattern,
+                        )
 
     def holds(self) -> bool:
         with torch._C.DisableTorchFunction():

@@ -140,11 +140,7 @@ class Place:
             return None
         later = Traits.of(now)
         if now.layout is not torch.strided or later != before:
-            return Change(
-                self.path,
-                str(before),
-                str(later),
-            )
+            return Change(self.path, before, later)
         if now.data_ptr() != self.address:
             return Change(self.path, _ADDRESS, _ADDRESS)
         if now.requires_grad != self.requires_grad:
@@ -213,8 +209,10 @@ class Change:
         return self.path
 
     def hint(self, changes: Sequence[Self]) -> str:
-        """Not of tensors and objects that come and go. ``changes``: of the same run."""
+        """Not of tensors, modes and objects that come and go. ``changes``: of the same run."""
         subject = self.subject
+        if subject.endswith((".requires_grad", ".training")):
+            return ""
         ignorable = {*PLAIN, Stateful} - {type(None)}
         if subject != self.path:
             ignorable = {*PLAIN, type(ABSENT), dict, list, tuple}
@@ -755,6 +753,8 @@ def _shown(value: Any) -> str:
         return "absent"
     if _has_shape(value):
         return f"a tensor {list(value.shape)}"
+    if type(value) is Traits:
+        return str(value)
     if type(value) in PLAIN:
         return repr(value)[:60]
     return f"a {type(value).__name__}"

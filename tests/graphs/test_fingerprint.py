@@ -422,11 +422,11 @@ CHANGES: dict[str, tuple[Callable[[Holder], Any], list[str]]] = {
     "memory": (lambda h: h.tensor.set_(t()), ["x.tensor (its memory)"]),
     "a tensor": (lambda h: setattr(h, "tensor", t()), ["x.tensor (another tensor)"]),
     "strides": (lambda h: setattr(h.weight, "data", h.weight.data.view(3, 2).t()), [
-        "x.weight (it was 'torch.float32 [2, 3] with strides [3, 1]' "
-        "and is 'torch.float32 [2, 3] with strides [1, 2]')",
+        "x.weight (it was torch.float32 [2, 3] with strides [3, 1] "
+        "and is torch.float32 [2, 3] with strides [1, 2])",
     ]),
     "a shape": (lambda h: h.tensor.resize_(1), [
-        "x.tensor (it was 'torch.float32 [2] with strides [1]' and is 'torch.float32 [1] with strides [1]')",
+        "x.tensor (it was torch.float32 [2] with strides [1] and is torch.float32 [1] with strides [1])",
     ]),
     "a gradient": (
         lambda h: h.weight.requires_grad_(False), ["x.weight.requires_grad (it was True and is False)"],
