@@ -1575,7 +1575,8 @@ def t5(backend: GraphBackend) -> Any:
 def test_a_module_with_an_encoder_is_told_what_gives_its_generate_graphs(
     t5: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cgplan.graphed(t5).generate(torch.ones(1, 3, dtype=torch.long), max_new_tokens=2)
+    prompt = torch.ones(1, 3, dtype=torch.long, device=t5.device)
+    cgplan.graphed(t5).generate(prompt, max_new_tokens=2)
     assert "own code. Set lm.forward = cgplan.graphed(lm.forward, dynamic={})" in caplog.text
 
 
