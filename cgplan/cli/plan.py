@@ -345,12 +345,14 @@ def _command_anew(path: Path, plan: Plan, loads: Loads, rules: Mapping[str, Any]
         name = str(file) if speed == 1 else f"{file}@{speed:g}x"
         command += f" --traffic {shlex.quote(name)}"
     repeated = {
+        "--weights": ",".join(map("{:g}".format, loads.weights or ())),
+        "--scale": ",".join(map("{:g}".format, loads.scale)),
         "--speedup": loads.speedup,
         "--replicas": rules["replicas"],
         "--kv-cache-tokens": rules.get("kv_tokens"),
     }
     for option, given in repeated.items():
-        if given not in (None, 1):
+        if given not in (None, "", 1, "1"):
             command += f" {option} {given}"
     times = shlex.quote(str(loads.step_times or "FILE"))
     output = shlex.quote(str(path.with_stem(f"new-{path.stem}")))

@@ -806,7 +806,11 @@ class Config(Section):
         """A section without keys is null in YAML."""
         if not isinstance(data, dict):
             return data
-        return {name: section for name, section in data.items() if section is not None}
+        return {
+            name: section
+            for name, section in data.items()
+            if section is not None or name not in cls.model_fields
+        }
 
     def with_values(
         self,

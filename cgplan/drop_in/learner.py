@@ -382,10 +382,10 @@ class Learner:
                 number = self._numbers.setdefault(id(value), known_ones + 1)
                 text = f"{argument}: {type(value).__name__}"
                 note = f"{text} {number}, in one of its states"
-                seen = {note for note in twins if note.startswith(text)}
-                if len(seen) >= _MANY_OBJECTS:
+                seen = {note, *(other for other in twins if other.startswith(f"{text} "))}
+                if len(seen) > _MANY_OBJECTS:
                     self.tell_once(
-                        f"argument `{argument}` had {len(seen) + 1} objects of "
+                        f"argument `{argument}` had {len(seen)} objects of "
                         f"{type(value).__name__}, and each has graphs of its own: keep one, and "
                         "reset() it",
                         text,

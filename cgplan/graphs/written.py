@@ -415,4 +415,6 @@ def bytes_of(storage: Any) -> torch.Tensor:
 
 def version_of(tensor: torch.Tensor) -> int | None:
     """Torch's count of writes; inference tensors have none, and empty ones nothing to write."""
-    return None if tensor.is_inference() or not tensor.numel() else tensor._version
+    # the storage of an empty view may be written
+    is_empty = not tensor.numel() and not tensor.untyped_storage().nbytes()
+    return None if tensor.is_inference() or is_empty else tensor._version

@@ -156,7 +156,8 @@ def forward_signature(model: Callable[..., Any]) -> list[ForwardArgument]:
         if given.annotation is not given.empty:
             annotation = inspect.formatannotation(given.annotation).strip("'")
         required = given.default is given.empty
-        is_flag = "bool" in annotation or isinstance(given.default, bool)
+        is_flag = "bool" in annotation and "Tensor" not in annotation
+        is_flag |= isinstance(given.default, bool)
         if is_flag and not required:
             continue
         found.append(

@@ -881,7 +881,7 @@ class _BoxProblem:
         measured = boxes.max(axis=0)
         if surface:
             measured = np.array([axis[-1] for axis in surface.axes])
-        if surface and surface.eager is not None:
+        if surface and surface.eager is not None and self.config.compilation.on_miss == "eager":
             batches = np.array([*self.traffic.counts])
             each = surface._replace(values=surface.eager).at(batches)
             least = np.minimum(least, each)

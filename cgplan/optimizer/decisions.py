@@ -41,6 +41,7 @@ SLOWER = 0.05  # steps of a plan for an SLO, if enough graphs hold it
 MOST_FOR_SLO = 128  # graphs that an SLO is tried with; p99 need not fall with more
 # Changes of a figure by other bounds: worth a word, too large a loss, and none
 NOTABLE = 0.05
+LEAST = 0.0005  # a share that 0.1% is written for
 MOST_LOSS = 0.1
 SAME = 0.01
 MIB = 1 << 20  # of memory, which is worth no word
@@ -245,7 +246,7 @@ class Planner:
         elif self.slo:
             verdict = f"SLO not judged, as the traffic counts steps: give requests; {verdict}"
         eager = sum(use.share for use in run.uses if use.size is None)
-        if eager:
+        if eager >= LEAST:
             verdict = f"{eager:.1%} of the steps run eagerly; {verdict}"
         unsure, notes = times.said_for(plan.mode)
         inputs = replace(anew.inputs, loads=loads)
@@ -559,7 +560,7 @@ class Planner:
         if without:
             listed = " and ".join(sorted(without))
             raise TrafficError(
-                f"no request generates 2 tokens, so {listed} cannot be judged",
+                f"no step is decode alone, so {listed} cannot be judged",
                 remedy="Give ttft_p50, ttft_p99, step_p50 or step_p99.",
             )
         return max(found, key=attrgetter("share"))

@@ -156,6 +156,8 @@ def _cliff(plan: Plan, run: Run, batch: StepShape) -> str | None:
 
 def _unmeasured_sizes(plan: Plan, run: Run) -> Iterator[str]:
     lanes: dict[str, list[str]] = {}
+    is_list = isinstance(plan.config["compilation"]["cudagraph_capture_sizes"], list)
+    bound = "--set compilation.cudagraph_capture_sizes=null " if is_list else ""
     for lane, sizes in plan.lanes().items():
         most = run.times.measured_to(lane.mode, lane.num_active_loras)
         beyond = [size for size in sizes if size > ABOUT * most]
@@ -165,7 +167,7 @@ def _unmeasured_sizes(plan: Plan, run: Run) -> Iterator[str]:
                 start += f" --max-num-seqs {beyond[-1]}, without drafts"
             text = (
                 f"steps were measured up to {counted(most, 'token')}, the gain of {listed(beyond)} "
-                "is extrapolated; to leave it out: --set "
+                f"is extrapolated; to leave it out: {bound}--set "
                 f"compilation.max_cudagraph_capture_size={most}; to measure it: starts of vLLM "
                 f"with {start}, or a bench"
             )

@@ -808,7 +808,8 @@ class PlannedGraphs:
 
     @property
     def _is_worth_it(self) -> bool:
-        return self.for_slo or self._change(self._eager_us, {}) <= -NO_GAIN
+        may_be_eager = self.inputs.config.compilation.on_miss == "eager"
+        return self.for_slo or not may_be_eager or self._change(self._eager_us, {}) <= -NO_GAIN
 
     def _change(self, expected_us: float, lists: Lists) -> float:
         """How much longer than with these graphs the steps are that graphs of either run."""

@@ -358,7 +358,12 @@ class _Comparison:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            failure = explain_eager_failure(error, f"{route.mode} {route.descriptor}")
+            failure = explain_eager_failure(
+                error,
+                f"{route.mode} {route.descriptor}",
+                self.graphs.model,
+                self.graphs.config.inputs,
+            )
             raise_caused(failure, error)
 
     def _captured_code(self) -> Any:

@@ -774,14 +774,15 @@ def _metrics(text: str, path: Path, plan: Plan) -> Traffic:
     declared = ", ".join(plan.fixed_inputs)
     infos = [dict(_LABEL.findall(line)) for line in _INFO.findall(text)]
     if len(runners) > 1:
-        own = [info["runner"] for info in infos if info["inputs"] == declared]
+        own = {info["runner"] for info in infos if info["inputs"] == declared} & runners
         raise TrafficError(
             f"{path} has batches of several runners: {', '.join(sorted(runners))}",
             remedy="Give the lines of one of them: curl -s URL | grep "
             f"""'runner="{max(own or runners)}"' > metrics.txt""",
         )
     counts, guesses = _counted(rows, plan)
-    others = sorted(set(map(int, _REPLAYS.findall(text))).difference(plan.capture_sizes))
+    sizes = {descriptor.num_tokens for _, descriptor in plan.keys}
+    others = sorted(set(map(int, _REPLAYS.findall(text))) - sizes)
     warnings = []
     inputs = next((info["inputs"] for info in infos if info["runner"] in runners), declared)
     if inputs != declared:

@@ -647,6 +647,33 @@ def test_an_empty_tensor_has_no_values_to_lose(backend: GraphBackend) -> None:
     assert "graphs answered 2 calls" in drop_in.explain()
 
 
+class FilledBehindAView(nn.Module):
+    """Large, and filled once behind a flag that no walk sees; the view comes first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        table = torch.zeros(1 << 20)
+        self.register_buffer("head", table[:0])
+        self.register_buffer("table", table)
+
+        @lru_cache
+        def fill() -> None:
+            self.table.fill_(3.0)
+
+        self.fill = fill
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.fill()
+        return x * self.table[:4]
+
+
+def test_an_empty_view_hides_no_write_of_its_storage(backend: GraphBackend) -> None:
+    with backend.device:
+        model = FilledBehindAView().eval()
+    serves_right(backend, open_runner(backend, model), model, 3)
+    assert model.table[0] == 3
+
+
 class ReadsAtOneSize(nn.Module):
     def __init__(self) -> None:
         super().__init__()
