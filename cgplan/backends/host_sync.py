@@ -86,17 +86,18 @@ class Refusals:
         needed = tensors_in(tree) if self.read is None else []
         if any(storage_id(tensor) in self.watched for tensor in needed):
             self.read = f"{operation}, at {blamed_line()}"
-        remedy = remedy_at(blamed_line())
-        self._refuse(HostSyncError, f"{operation} needs the host", remedy)
+        self._refuse(HostSyncError, f"{operation} needs the host")
 
     def refuse_unsafe(self, operator: str) -> None:
         what = f"operator {operator} is tagged torch.Tag.cudagraph_unsafe"
         self._refuse(CaptureError, what, _REMEDY_OF_UNSAFE)
 
-    def _refuse(self, kind: type[CaptureError], what: str, remedy: str) -> None:
+    def _refuse(self, kind: type[CaptureError], what: str, remedy: str = "") -> None:
         if not self.is_on:
             return
-        message = f"{what}, at {blamed_line()}"
+        line = blamed_line()
+        message = f"{what}, at {line}"
+        remedy = remedy or remedy_at(line)
         self.first = self.first or kind(message, remedy=remedy)
         if self.raises:
             raise kind(message, remedy=remedy)

@@ -141,7 +141,7 @@ def explain_eager_failure(
 
 
 def said_of_names(model: Any, names: Iterable[str]) -> str:
-    """On each name that is no argument, where ``**kwargs`` take it."""
+    """Which names ``**kwargs`` took, as the forward has no such arguments."""
     said = ""
     known = _arguments(model)
     takes_any = any(each.kind is each.VAR_KEYWORD for each in known.values())

@@ -194,7 +194,7 @@ class Planner:
         )
 
     def check(self, config: Config, plan: Plan, command: str) -> PlanCheck:
-        """A plan on these loads, which it need not have been made for; ``command`` plans anew."""
+        """Judge any plan on these loads. ``command``: what makes a new plan for them."""
         loads = self.steps(config, plan)
         traffic = Traffic.mixed(loads)
         times = self.times
@@ -474,10 +474,7 @@ class Planner:
             found, key=lambda pair: (pair[1].run.expected_us > longest, pair[1].plan.num_graphs)
         )
 
-    def _in_modes(
-        self,
-        config: Config,
-    ) -> Iterator[tuple[CUDAGraphMode, Config]]:
+    def _in_modes(self, config: Config) -> Iterator[tuple[CUDAGraphMode, Config]]:
         for mode in self._modes:
             other = config.with_values(
                 "compilation",

@@ -806,10 +806,11 @@ class PlannedGraphs:
         seen = self.inputs.problem_of_seen
         return seen.eager_total / seen.weight
 
-    @property
+    @cached_property
     def _is_worth_it(self) -> bool:
-        may_be_eager = self.inputs.config.compilation.on_miss == "eager"
-        return self.for_slo or not may_be_eager or self._change(self._eager_us, {}) <= -NO_GAIN
+        if self.for_slo or EAGER_ROW not in self.inputs.ladders:
+            return True
+        return self._change(self._eager_us, {}) <= -NO_GAIN
 
     def _change(self, expected_us: float, lists: Lists) -> float:
         """How much longer than with these graphs the steps are that graphs of either run."""
