@@ -28,7 +28,7 @@ ARRIVAL = attrgetter("arrival_us")
 LOAD = attrgetter("load")
 WAITING = attrgetter("waiting")
 MANY = 0.05  # of the requests, worth a warning
-ROUNDING = 1e-9  # tokens and steps, of products of accepted tokens
+_PARTS = 1 << 20  # of an accepted token: sums of multiples are exact
 _P95_DEVIATIONS = 1.6448536269514722
 _Shape = tuple[int, int, bool, int]  # as StepShape, which takes longer to make
 StepTime = Callable[[StepShape], float]  # shape of a step -> microseconds
@@ -256,7 +256,8 @@ class _Rank:
         self.last: dict[int, int] = {}
         self.max_loras = NEVER if bounds.max_loras is None else bounds.max_loras
         self.kv_tokens = bounds.kv_tokens or NEVER
-        self.tokens_a_step = bounds.accepted_tokens or bounds.query_len
+        accepted = bounds.accepted_tokens or bounds.query_len
+        self.tokens_a_step = round(accepted * _PARTS) / _PARTS
         self.slots = bounds.max_num_seqs
         if bounds.mixes:
             self.slots = -(-bounds.max_num_batched_tokens // bounds.query_len)
@@ -393,7 +394,7 @@ class _Rank:
                 break
             each = self.tokens_a_step * len(decoding)
             free = self.kv_tokens - self.held - each * self.decoded
-            steps = max(int(free / each + ROUNDING), 0)
+            steps = max(int(free // each), 0)
             first_end, _ = decoding[0]
             memory_end = self.decoded + steps
             self.until = min(first_end, memory_end)
@@ -417,8 +418,7 @@ class _Rank:
         heapq.heapify(self.decoding)
         request = self.requests[index]
         decoded = self.decoded - began
-        made = self.tokens_a_step * decoded
-        made = int(made + ROUNDING) + 1
+        made = int(self.tokens_a_step * decoded) + 1
         self.requests[index] = request._replace(
             context_tokens=request.context_tokens + made,
             generated_tokens=request.generated_tokens - made,
