@@ -257,13 +257,14 @@ class Capturer:
         graphs = self._graphs
         facts = graphs.facts
         asked = self._asked_warm_ups
-        holds_compiled = rehearsal.put_back.before.is_compiled and self._quiet_keys < _QUIET_KEYS
-        is_traced = graphs.route.splitter is not None
+        is_compiled = graphs.route.splitter is not None
         if key[0] is CUDAGraphMode.FULL:
-            is_traced &= graphs.route.whole is not graphs.model
+            is_compiled &= graphs.route.whole is not graphs.model
+        is_compiled |= rehearsal.put_back.before.is_compiled
+        may_compile = is_compiled and self._quiet_keys < _QUIET_KEYS
         # put back, so a capture would be a first call
         is_undone = any(map(rehearsal.put_back.may_undo, facts.changes_python))
-        if self._all_need_warm_up or holds_compiled or is_traced or is_undone or facts.outside:
+        if self._all_need_warm_up or may_compile or is_undone or facts.outside:
             return 1 if asked == "auto" else max(asked, 1)
         return int(asked == "auto" and Lane.of(*key) not in self._lanes)
 

@@ -697,12 +697,12 @@ def test_a_key_that_read_a_value_and_failed_blames_no_other_key(backend: GraphBa
         assert runner.stats.replays.total() == 1
 
 
-def test_full_keys_beside_traced_ones_need_one_warm_up(backend: GraphBackend) -> None:
+def test_traced_keys_and_full_ones_beside_them_need_few_warm_ups(backend: GraphBackend) -> None:
     model = Plain().to(backend.device).eval()
     runner = open_runner(
         backend, model, cudagraph_mode="FULL_AND_PIECEWISE", piecewise="ops", compiler="eager"
     )
-    assert without_warm_up(runner) == [8, 4, 2]
+    assert without_warm_up(runner) == [2, 8, 4, 2]  # PIECEWISE, then FULL
     runner.close()
 
 
