@@ -212,14 +212,14 @@ class CapturedKeys:
         in_service = self._capturer.in_service
         pools = self.graphs.pools
         waiting = list(keys)
-        had_graph = set[Key]()  # allowed before
+        allowed = set[Key]()
         done = 0
         while waiting:
             key = waiting.pop(0)
-            if key not in had_graph and not self.guard.allows(key):
+            if key not in allowed and not self.guard.allows(key):
                 if not in_service:
                     break
-                self._remember_refusal(key)  # in service there is one rank
+                self._remember_refusal(key)  # of this rank: there are no others
                 continue
             if self.progress is not None:
                 total = done + 1 + len(waiting)
@@ -240,7 +240,7 @@ class CapturedKeys:
                 waiting = [*captured, *waiting]
             elif captured:
                 waiting = list(captured)
-            had_graph.update(captured)
+            allowed.update(captured)
             self._free_all()
             self.graphs.ranks.dropped()
             done = 0
@@ -311,7 +311,7 @@ class CapturedKeys:
     def _note_workspace(self) -> None:
         if self._workspace_bytes is not None:
             return
-        self.graphs.backend.release_cached()
+        self.graphs.backend.release_cached()  # also static buffers that no graph reads
         if not self._records:
             return
         self._workspace_bytes = 0
@@ -391,7 +391,7 @@ class CapturedKeys:
         predicted = plan.predicted
         if predicted is None or not plan.keys or graphs.most_tokens == plan.max_capture_size:
             return plan
-        # made for ``wanted``
+        # buffers are those of ``wanted``
         predicted = predicted.changed(static_bytes=graphs.buffers.nbytes)
         return plan.changed(predicted=predicted)
 
@@ -514,7 +514,7 @@ class BudgetGuard:
         if isinstance(error, CaptureMemoryError):
             free = format_bytes(self._graphs.backend.memory().free)
             self._stop("device memory", key, f"it ran out, with {free} free on the device")
-        self._graphs.ranks.any_refuses(True, because=error)
+        self._graphs.ranks.any_refuses(True, because=error)  # answers the others' ``keeps``
 
     def _refuses(self, key: Key) -> bool:
         budget = self.budget

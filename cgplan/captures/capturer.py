@@ -189,8 +189,8 @@ class Capturer:
             left = rehearsal.left
             if is_held:
                 left = left or "memory of its pool"
-            if left and mode is not CUDAGraphMode.PIECEWISE:  # whose captures compute
-                # the replay computes what the model keeps
+            # only a replay computes what the model keeps, but PIECEWISE captures do
+            if left and mode is not CUDAGraphMode.PIECEWISE:
                 with random_state_kept(backend.device, graphs.generators):
                     graphs.run_wrapped(key, graphs.views(descriptor))
             if left:

@@ -110,6 +110,7 @@ class ForwardFacts:
         overwritten: Ids of storages that each run overwrites unread, as far as looks saw.
         read_first: Others that a look saw written: they are never ``overwritten``.
         restored: Of ``overwritten``, what comparisons put back, as another size may read it.
+        bytes_read: As of `Footprint`.
         is_coarse: In half precision or TensorFloat32.
         outside: Tensors that graphs read, neither the model's nor inputs.
     """
@@ -398,6 +399,7 @@ class ModelGraphs:
             self.backend.device,
             draws=True,
         )
+        # a mapping is of `graphed`, whose objects may hold none
         given = {} if isinstance(self.state, Mapping | None) else self.roots
         for name, item in given.items():
             found = any(place.path.startswith(name) for place in before.of_tensors)
@@ -473,7 +475,7 @@ class ModelGraphs:
         """The state that comparisons compare, and that which they only put back."""
         facts = self.facts
         limit = copy_limit(self.config.compilation, self.backend)
-        most_overwritten = 0 if self.real_rows is None else limit  # else padding shows in it
+        most_overwritten = limit if self.real_rows else 0  # padding shows in it
         left = limit // 2  # a comparison copies it twice
         all_written = put_back.storages.written.values()
         for written in sorted(all_written, key=lambda each: each.storage.nbytes()):

@@ -124,7 +124,7 @@ class Calls:
             form, tensors = call_form(args, kwargs)
             mode = _get_current_function_mode()
             last_form, last_mode, has_state, runner, kind = self._last
-            # has_state compares what the tail holds; a closed runner has no call that is alike
+            # mode and has_state compare what the tail holds; a closed runner has no alike call
             is_again = form == last_form and mode is last_mode and has_state()
             prepared = runner.alike_call(tensors) if is_again else None
             if prepared is None:
@@ -257,7 +257,7 @@ class Calls:
             kind.take_objects(self.pool.backend.device)
         if kind.route(sizes).missing is None:
             self._remember(call, kind)
-        with kind.runner.no_capture():  # `_make_room` made room for one
+        with kind.runner.no_capture():  # `_make_room` alone lets keys in
             return self._replay(kind, tensors, args, kwargs)
 
     def _run_refused(
@@ -313,7 +313,7 @@ class Calls:
             raise error.__cause__ or error from None
         else:
             self.replayed += 1
-            returns = kind.returns
+            returns = kind.forward.returns
             if kind.forward.differs:
                 returns = kind.seen(tensors)
                 self.learner.relearn(kind)
@@ -409,7 +409,7 @@ class Calls:
         if route.mode is CUDAGraphMode.NONE and self._settings.compilation.on_miss == "eager":
             why_not = runner.router.reason_for_none(route)
             runner.stats.count_of(route, why_not).calls += is_call
-            if objects_in(kind.forward.form) and not kind.has_graphs:
+            if objects_in(kind.form) and not kind.has_graphs:
                 kind.close()  # it may hold a dropped cache
             reason = "no graph serves the batch"
             if route.missing is None:
@@ -499,7 +499,7 @@ class Calls:
             config,
             pool=self.pool,
             name=self._name,
-            state={"model": self._model, **object_roots(kind.forward.form)},
+            state={"model": self._model, **object_roots(kind.form)},
             real_rows=RealRows(lambda views: weak.fill(views), tuple(settings.pad)),
         ).run(kind.stats)
 

@@ -26,7 +26,7 @@ Note [The life of a kind]
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, auto
 from typing import Any, NamedTuple
 
 import torch
@@ -62,7 +62,13 @@ Sizes = dict[str, int]  # of a batch, by name
 OwnedKey = tuple[int, Key]  # id of the kind that has the graph, key
 
 
-Stage = Enum("Stage", "NEW SEEN CHANGED READY DIFFERED EAGER")
+class Stage(Enum):
+    NEW = auto()
+    SEEN = auto()
+    CHANGED = auto()
+    READY = auto()
+    DIFFERED = auto()
+    EAGER = auto()
 
 
 class _Point(NamedTuple):
@@ -109,7 +115,6 @@ class Kind:
         self.runner: GraphRunner | None = None
         self.stats: RunnerStats | None = None
         self.replays = 0
-        self.returns: Form | None = None
         self.shapes: tuple[Shape, ...] = ()
         self.keys = list[str]()  # of outputs in a mapping
         self.requires_grad: tuple[bool, ...] = ()
@@ -194,7 +199,7 @@ class Kind:
     def forget_outputs(self) -> None:
         self._points.clear()
         self.forward.outputs.clear()
-        self.returns = None
+        self.forward.returns = None
 
     def forget_others(
         self,
@@ -208,7 +213,7 @@ class Kind:
     # --- which calls are of this kind -------------------------------------------------------------
 
     def take_objects(self, device: torch.device) -> None:
-        record = Fingerprint.of(object_roots(self.forward.form), device)
+        record = Fingerprint.of(object_roots(self.form), device)
         self.objects = ChangeDetector(record, at_once=True)
 
     def sizes_of(
@@ -252,13 +257,13 @@ class Kind:
         shapes: Shapes,
     ) -> None:
         """Raises OutputShapeError where outputs do not follow from sizes."""
-        given = set(map(id, objects_in(self.forward.form)))
+        given = set(map(id, objects_in(self.form)))
         for value in objects_in(form):
             if id(value) not in given:
                 raise OutputShapeError(
                     f"the model returns a {type(value).__name__}, whose tensors cannot be reached"
                 )
-        if self._points and form != self.returns:
+        if self._points and form != self.forward.returns:
             raise OutputShapeError(
                 "the output's structure, or a number in it, depends on the size of the batch"
             )
@@ -267,7 +272,7 @@ class Kind:
                 raise OutputShapeError(
                     f"the model returns a {part.__name__}, which graphs do not support"
                 )
-        self.returns = self.forward.returns = form
+        self.forward.returns = form
         self.forward.differs = False
         point = _Point(sizes, shapes)
         if point not in self._points:
@@ -280,7 +285,7 @@ class Kind:
 
     def relearn(self) -> bool:
         """Whether captures and comparisons told news. Raises as ``learn``."""
-        before = self.returns, self.shapes
+        before = self.forward.returns, self.shapes
         for shapes, (form, outputs) in self.forward.outputs.items():
             sizes = Sizes()
             specs = self.specs.values()
@@ -289,13 +294,13 @@ class Kind:
                     if extent.symbol is not None:
                         sizes[extent.symbol] = size
             self.learn(sizes, form, outputs)
-        return (self.returns, self.shapes) != before
+        return (self.forward.returns, self.shapes) != before
 
     def seen(
         self,
         tensors: Sequence[Tensor],
     ) -> Form | None:
-        found = self.forward.outputs.get(shapes_of(tensors), (self.returns,))
+        found = self.forward.outputs.get(shapes_of(tensors), (self.forward.returns,))
         return found[0]
 
     def _extent(

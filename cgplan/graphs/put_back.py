@@ -61,7 +61,8 @@ class _Bound:
     Attributes:
         first: What the first run left there.
         is_captured: That one was a capture.
-        began_without: A later run began without the change: no flag of what that run left alone.
+        began_without: A later run began without the change: it is no flag of tensors that the later
+            run left alone.
     """
 
     first: Any
@@ -327,13 +328,12 @@ class PutBack:
             if is_within(written.path, steady):  # each run binds another tensor
                 continue
             uses = written.uses
-            versions = self._by_key(uses.runs, of_first_use)
+            first, later = self._by_key(uses.runs, of_first_use)
             ways = self._by_key(uses.ways, of_first_use)
             is_irregular = uses.stopped and (uses.repeated or written.is_filled_again)
-            first, later = versions
             if not later:  # its flag stays, its bytes would not
                 is_irregular |= bool(first) and not uses.is_first_use
-            for begun, gone_on in (versions, ways):
+            for begun, gone_on in ((first, later), ways):
                 for key in begun.keys() & gone_on.keys():
                     is_irregular |= begun[key] != gone_on[key]
             if is_irregular:

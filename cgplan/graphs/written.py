@@ -139,7 +139,7 @@ class Written:
         self.version = version
         has_written = versions != 0
         if self.is_small:
-            has_written |= self._has_other_bytes(run)
+            has_written |= self._compare_bytes(run)
         elif version is None:
             if is_seen is not None:
                 self.seen[run.key] = is_seen
@@ -156,11 +156,11 @@ class Written:
         uses.miss(run, is_sure=is_sure)
         self.give_back()
 
-    def _has_other_bytes(
+    def _compare_bytes(
         self,
         run: Run,
     ) -> bool:
-        """Than after the run before."""
+        """Whether they are others than after the run before."""
         now = bytes_of(self.storage)
         before = bytes_of(self.now or self.copy).to(now.device)
         is_changed = not torch.equal(now, before)
@@ -242,8 +242,8 @@ class WrittenStorages:
         *,
         adopts: bool = True,
     ) -> None:
-        """Ahead of an operator that writes them. ``adopts``: also what the model does not hold yet,
-        but not in later runs, which would seem the first to write what an earlier one made.
+        """Ahead of an operator that writes them. ``adopts``: also what the model may hold at the
+        run's end; not in later runs, which write what an earlier one made.
         """
         for tensor in written:
             try:
@@ -315,6 +315,8 @@ class WrittenStorages:
     def begin_run(self) -> None:
         with torch._C.DisableTorchFunction():
             self._versions = [place.value._version for place in self._versioned]
+        for known in (*self._copies.values(), *self.written.values()):
+            known.version = version_of(known.tensor)  # an engine may have written it
 
     def rewind(self) -> None:
         """Small ones, except those of first use."""
@@ -335,14 +337,18 @@ class WrittenStorages:
                 continue
             _, copy, version = known
             if copy is not None:
-                self.copied["device"] += copy.nbytes()
+                copied = self.copied["device"] + copy.nbytes()
+                if copied <= self._limit:
+                    self.copied["device"] = copied
+                else:
+                    copy = None
             self.written[address] = Written(
                 path,
                 tensor,
                 tensor.untyped_storage(),
                 copy,
                 version,
-                "new" if copy is None else "device",  # without room: runs make it
+                "new" if copy is None else "device",
             )
 
     def count_run(

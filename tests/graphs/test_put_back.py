@@ -277,6 +277,18 @@ def test_copies_of_small_state_keep_the_limit() -> None:
     assert kept.storages.copied["device"] == 3 * 32
 
 
+def test_copies_of_what_a_run_makes_keep_the_limit() -> None:
+    model = SimpleNamespace(state=None)
+
+    def forward() -> None:
+        model.state = [torch.zeros(8) for _ in range(10)]
+        for tensor in model.state:
+            tensor.add_(1)
+
+    kept = looked(model, forward, limit=3 * 32)
+    assert kept.storages.copied["device"] == 3 * 32
+
+
 def test_what_is_too_large_is_named() -> None:
     model = Model()
     kept = looked(model, lambda: model.steps.add_(1), limit=4)
@@ -507,3 +519,19 @@ def test_state_that_only_smaller_sizes_write_is_put_back(warm_ups: Any) -> None:
         runner(x=torch.ones(3, 2))
         runner(x=torch.ones(7, 2))
         assert model.count == 1
+
+
+def test_what_an_engine_writes_ahead_of_a_run_is_not_the_run_s() -> None:
+    model = SimpleNamespace(steps=torch.zeros(1), table=None)
+
+    def forward() -> None:
+        model.table = model.table or [1.0]
+        model.steps.add_(1)
+
+    kept = kept_of(model)
+    with kept.setting_context():
+        model.steps.zero_()
+    look(forward, kept)
+    with kept.run():
+        forward()
+    assert kept.prepared == []
