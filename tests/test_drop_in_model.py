@@ -841,6 +841,12 @@ def test_the_configuration_is_saved(backend: GraphBackend, net: Net, tmp_path: P
     runner = cgplan.capture(net, config=tmp_path / "my.yaml", device=backend.device)
     close(runner(x=x), wanted)
     assert runner.plan.capture_sizes == (1, 4)
+    unbounded = cgplan.graphed(net)
+    ready(unbounded, net, rows(backend, 5))
+    ready(unbounded, net, rows(backend, 12))
+    unbounded.save_config(tmp_path / "unbounded.yaml")
+    saved = (tmp_path / "unbounded.yaml").read_text()
+    assert "dims.batch.max, a guess from calls; captured: 16, 8\n" in saved
     cgplan.graphed(lambda x: x + 1, example=(x,)).save_config(tmp_path / "other.yaml")
     assert "# To fill in: model.target" in (tmp_path / "other.yaml").read_text()
 

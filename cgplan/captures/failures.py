@@ -126,6 +126,8 @@ def explain_eager_failure(
     remedy = said_of_names(model, inputs) + "Check the declared inputs"
     for name, declared in inputs.items():
         remedy += f", {name} [{', '.join(map(str, declared.shape))}]"
+        if not any(extent.symbol for extent in declared.extents):
+            remedy += " (no dimension is num_tokens)"
     remedy += ", against the model's forward"
     known = [re.split("[:=]", str(each))[0] for each in _arguments(model).values()]
     if known:

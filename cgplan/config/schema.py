@@ -843,7 +843,8 @@ class Config(Section):
                 )
             if symbols.count(first) > 1:
                 raise ValueError(
-                    f"input {name!r} has {first!r} twice; only one dimension may count rows"
+                    f"input {name!r} has {first!r} twice; the first name of `dims` counts rows: "
+                    "declare another before it, such as batch, or write num_tokens in the shape"
                 )
         shapes = self.model.output_shapes if self.model else None
         for index, shape in enumerate(shapes or ()):
@@ -977,8 +978,8 @@ def explain(
         remedy = "Give pad=0, or the value that padding rows may hold."
     if "dims" in message:
         remedy += (
-            ' A dimension is declared as dims={"batch": {"max": 16}} in Python, and as '
-            "dims: {batch: {max: 16}} in a file."
+            ' A dimension is declared as dims={"batch": {"max": 16, "sizes": [1, 4, 16]}} in '
+            "Python, and as dims: {batch: {max: 16, sizes: [1, 4, 16]}} in a file."
         )
     return ConfigError(message, remedy=remedy)
 

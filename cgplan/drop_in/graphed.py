@@ -936,7 +936,11 @@ def config_text(
         key = "model.kwargs.target"
     values["model"] = made_by | values.get("model", {})
     notes = ["Written by cgplan, which saw calls of this kind:", *kind.notes]
-    notes += [f"To correct: dims.{name}.max, a guess from calls" for name in sorted(kind.grows)]
+    captured = ", ".join(key.size for _, key in kind.runner.plan.keys)
+    notes += [
+        f"To correct: dims.{name}.max, a guess from calls; captured: {captured}"
+        for name in sorted(kind.grows)
+    ]
     if target is None:
         notes.append(
             f"To fill in: {key}, a function that returns the model, such as my_model.py:build"

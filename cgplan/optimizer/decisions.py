@@ -231,7 +231,8 @@ class Planner:
         verdict = f"regret {regret:z.2%} in the plan's mode"
         if own.decode_us and least.decode_us:
             of_decode = own.decode_us / least.decode_us - 1
-            verdict += f", of decode steps {of_decode:z.2%}"
+            words = f", of decode steps {of_decode:z.2%}"
+            verdict += words if own.mixed_us else ""
         verdict += f": {format_microseconds(own.expected_us)} a step by this plan"
         if least is not own:
             verdict += f", {format_microseconds(least.expected_us)} ({least.name})"

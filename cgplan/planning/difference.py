@@ -191,7 +191,8 @@ def fitted(
     if wrong and not force:
         raise PlanMismatchError(
             problem + "".join(f"\n  - {line}" for line in described),
-            remedy="Make the plan again with the same --set, or capture it unchanged with --force.",
+            remedy="Give the configuration that the plan was made for, or make the plan again for "
+            "this one, with the same --set. --force captures it unchanged.",
         )
     if wrong:
         warnings += (f"{problem} and was forced: {'; '.join(described)}",)

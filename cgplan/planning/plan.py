@@ -783,7 +783,8 @@ def _lost(
     for size in listed:
         rounded = -(-size // q) * q
         if size > tokens:
-            reasons.append((f"are dropped: max_num_batched_tokens is {tokens}", size))
+            why = f"max_num_batched_tokens is {tokens}; raise it to {max(listed)}"
+            reasons.append((f"are dropped: {why}, or list at most {tokens}", size))
         elif size > top:
             reasons.append((f"are dropped: {above}", size))
         elif has_decode and top < rounded <= q * seqs:

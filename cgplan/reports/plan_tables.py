@@ -209,7 +209,7 @@ def _headline(plan: Plan, evidence: Evidence) -> str:
         return f"Plan: {graphs} in mode NONE: leave out cudagraph_mode, or add --mode best"
     cost = plan.predicted
     if not cost:
-        hint = "; --costs tells start-up time and memory" if ladder else ""
+        hint = "; --costs estimate tells start-up and memory" if ladder else ""
         return f"Plan: {graphs}{hint}"
     seconds = format_seconds(cost.seconds)
     memory = format_bytes(cost.total_bytes)
@@ -221,10 +221,11 @@ def _headline(plan: Plan, evidence: Evidence) -> str:
         if abs(cost.total_bytes - ladder.bytes) <= SAME_MEMORY * ladder.bytes:
             memory += "; for less: --memory" if evidence.slo else "; for less: --memory or --slo"
     about = "estimated " if cost.estimated or cost.extrapolated else ""
+    start = "captures" if cost.estimated else "start-up"
     lacking = ""
     if plan.draft_keys and not cost.has_drafts:
         lacking = "; start-up and memory are without the draft model's"
-    return f"Plan: {graphs}, {about}start-up {seconds}, {about}memory {memory}{lacking}"
+    return f"Plan: {graphs}, {about}{start} {seconds}, {about}memory {memory}{lacking}"
 
 
 def subject(plan: Plan) -> str:
@@ -632,11 +633,14 @@ def _check(check: PlanCheck) -> RenderableType:
         theirs = getattr(point, figure)
         return None if point is own or not theirs else getattr(own, figure) / theirs - 1
 
-    compared = {"regret": "expected_us", "of decode": "decode_us", "of mixed": "mixed_us"}
+    compared = {"regret": "expected_us"}
+    regret_words = "regret: how much longer steps of this plan are"
+    if own.decode_us and own.mixed_us:
+        compared |= {"of decode": "decode_us", "of mixed": "mixed_us"}
+        regret_words += "; of decode, of mixed: those of uniform decode, and others"
     regrets = [
         Column(title, partial(regret, figure), "{:+z.1%}".format)
         for title, figure in compared.items()
-        if getattr(own, figure)
     ]
     uses = Grid(
         check.uses,
@@ -644,10 +648,6 @@ def _check(check: PlanCheck) -> RenderableType:
         Microseconds("step", "step_us"),
         Microseconds("at own size", "own_us"),
         Share("lost", lambda use: use.share * (use.step_us - use.own_us) / whole),
-    )
-    regret_words = (
-        "regret: how much longer steps of this plan are; of decode, of mixed: those of uniform "
-        "decode, and others"
     )
     words = "at own size: in a graph of the batch's size; lost: to padding, of all time"
     return stacked(

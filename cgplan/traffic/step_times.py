@@ -343,12 +343,12 @@ class _Bench(BaseModel):
     @property
     def doubt(self) -> str:
         """As in ``StepTimes``."""
-        doubt = ""
+        doubts = []
         if self.backend == TAPE:
-            doubt = f"by times of {TAPE}, not of a GPU: "
+            doubts.append(f"of {TAPE}, not of a GPU")
         if any(record.unsure for record in self.records):
-            doubt += "by times not to be trusted: "
-        return doubt
+            doubts.append("not to be trusted")
+        return f"by times {', '.join(doubts)}: " if doubts else ""
 
 
 class TimeCurve(Record):

@@ -47,6 +47,13 @@ def test_a_model_of_torchs_modules_alone_is_blamed_in_torch() -> None:
     assert caught.value.remedy == declared
 
 
+def test_an_input_without_rows_is_told() -> None:
+    specs = {"input": cgplan.Input(shape=(3, 64, 64), dtype="float32", pad=0)}
+    with pytest.raises(ModelError, match="expected 4D input") as caught:
+        cgplan.capture(nn.BatchNorm2d(3).eval(), specs, device="cpu")
+    assert "input [3, 64, 64] (no dimension is num_tokens), against" in caught.value.remedy
+
+
 def test_a_function_that_builds_the_model_is_told() -> None:
     specs = {"input": cgplan.Input(shape=("num_tokens", 8), dtype="float32", pad=0)}
     with pytest.raises(ModelError) as caught:

@@ -814,7 +814,7 @@ def test_the_plan_is_compared_with_the_graphs_that_were_asked_for(mode: str) -> 
         theirs = f"the {asked['graphs']} graphs asked for"
     assert f"shorter than with {theirs}, with {len(plan.keys)} graphs" in plan.evidence["verdict"]
     shown = unwrapped(good(*given).stdout)
-    head, hint, _ = shown.partition("; --costs tells")
+    head, hint, _ = shown.partition("; --costs estimate tells")
     assert hint
     few, more, why = head.partition(" (8 for batches that max_num_seqs = 64 allows")
     assert few == f"Plan: {len(plan.keys)} graphs instead of {theirs}"

@@ -66,7 +66,8 @@ def test_plan_emits_for_an_engine_and_nothing_else(home: Path) -> None:
     for line in (
         "saved plan.json",
         "note: cudagraph_mode FULL -> FULL_AND_PIECEWISE: attention_support is UNIFORM_BATCH",
-        "warning: capture sizes 4 are dropped: max_num_batched_tokens is 2",
+        "warning: capture sizes 4 are dropped: max_num_batched_tokens is 2; raise it to 4, or list "
+        "at most 2",
         "note: made for --max-num-seqs 256 --max-num-batched-tokens 2",
     ):
         assert line in unwrapped(result.stderr)
@@ -177,7 +178,7 @@ def test_plan_for_traffic_finds_its_sizes(home: Path) -> None:
     at = table.index("batch of (tokens) is padded to padding rows at most")
     assert table[at + 2 : at + 5] == ["1 to 2 2 1", "3 to 7 7 4", "above 7 no graph -"]
     assert table[0].startswith(
-        "Plan: 2 graphs instead of the configured sizes' 3 graphs; --costs tells"
+        "Plan: 2 graphs instead of the configured sizes' 3 graphs; --costs estimate tells"
     )
     assert table.index("Why") < at
 
@@ -635,7 +636,7 @@ def test_plan_says_whose_step_times_it_uses(home: Path) -> None:
     Path("busy.json").write_text(json.dumps(bench))
     unsure = unwrapped(good(*PLAN, "--traffic", "traffic.csv", "--step-times", "busy.json").stdout)
     doubt = "the step times of busy.json: Not to be trusted, as over twice the fastest call: eager"
-    assert "not of a GPU: by times not to be trusted: " in unsure
+    assert " by times of cpu (tape), not of a GPU, not to be trusted: " in unsure
     assert re.search(rf"verdict .*warning +{re.escape(doubt)} .*step times +busy\.json, ", unsure)
 
 
@@ -745,7 +746,7 @@ def test_the_answer_for_the_traffic_of_the_readme_fits_on_one_screen(
     shown = good(*command).stdout.splitlines()
     assert len(shown) <= 45
     assert re.match(
-        r"Plan: \d+ graphs instead of the vllm ladder's 35 graphs; --costs tells start-up time and memory",
+        r"Plan: \d+ graphs instead of the vllm ladder's 35 graphs; --costs estimate tells start-up and memory",
         shown[0],
     )
     warned, source = (line.split("  ")[-1].strip() for line in shown[3:5])
@@ -1304,6 +1305,9 @@ def test_a_plan_on_other_traffic(home: Path) -> None:
     shown = good(*check, "tomorrow.csv", "--max-regret", "0.47").stdout
     assert re.search(r"^this plan +2 +257 us +271 us +129 us +41.5% +- +- +-$", shown, re.MULTILINE)
     assert re.search(r"^FULL: 7 +90.0% +42.9% +271 us +186 us +30.0%$", shown, re.MULTILINE)
+    assert "of decode, of mixed: " in shown
+    (home / "decode.csv").write_text("num_tokens,num_reqs,uniform,count\n4,4,true,90\n")
+    assert "of decode" not in good(*check, "decode.csv").stdout, "it repeats the regret"
     (home / "check.json").write_text(failed.stdout)
     assert good("inspect", "check.json").stdout.splitlines()[3:] == shown.splitlines()[3:]
     for share in ("some", "5", "-1%"):
@@ -1737,6 +1741,10 @@ def test_plan_prices_graphs_by_the_model(home: Path, word: str) -> None:
     """Also FULL graphs of 2 tokens, where the sizes of the configuration leave PIECEWISE alone to measure."""
     traffic = use_traffic(home)
     assert predicted(*traffic, "--costs", word).estimated is (word == "estimate")
+    of_whole_start = (
+        "start-up" if word == "measure" else "captures"
+    )  # building is no part of an estimate
+    assert f"{of_whole_start} " in good(*traffic, "--costs", word).stdout.partition("memory")[0]
     assert len(predicted(*PLANNED, "--costs", word).keys) == 3
     changes = (
         f"{MODE}FULL_AND_PIECEWISE",

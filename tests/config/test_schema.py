@@ -289,9 +289,28 @@ def test_a_refusal_of_dims_says_what_to_write(dims: Any, problem: str) -> None:
     inputs = {"pixels": {"shape": ["batch", 3], "dtype": "float32", "pad": 0}}
     with pytest.raises(ConfigError, match=problem) as caught:
         validate_config({"dims": dims, "inputs": inputs})
-    for written in ('dims={"batch": {"max": 16}}', "dims: {batch: {max: 16}}"):
+    for written in (
+        'dims={"batch": {"max": 16, "sizes": [1, 4, 16]}}',
+        "dims: {batch: {max: 16, sizes: [1, 4, 16]}}",
+    ):
         assert written in caught.value.remedy
-    validate_config({"dims": {"batch": {"max": 16}}, "inputs": inputs})
+    validate_config({"dims": {"batch": {"max": 16, "sizes": [1, 4, 16]}}, "inputs": inputs})
+
+
+def test_pictures_whose_side_comes_first_have_the_rows_to_declare() -> None:
+    side = {"max": 96, "sizes": [64, 96]}
+    pictures = {
+        "dims": {"side": side},
+        "inputs": {"x": [["num_reqs", 3, "side", "side"], "float32", 0]},
+        "model": {"output_shapes": [["num_reqs", 10]]},
+    }
+    validate_config(pictures)
+    pictures["dims"] = {"side": side, "batch": {"max": 4}}
+    pictures["inputs"] = {"x": [["batch", 3, "side", "side"], "float32", 0]}
+    with pytest.raises(ConfigError, match="declare another before it, such as batch"):
+        validate_config(pictures)
+    pictures["dims"] = {"batch": {"max": 4}, "side": side}
+    validate_config({**pictures, "model": {"output_shapes": [["batch", 10]]}})
 
 
 @pytest.mark.parametrize(

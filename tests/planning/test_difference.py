@@ -239,6 +239,7 @@ def test_each_field_that_differs_is_named_with_both_values() -> None:
     ]
     assert "--force" in caught.value.remedy
     assert "again" in caught.value.remedy
+    assert "configuration that the plan was made for" in caught.value.remedy
 
 
 def test_force_takes_the_plan_with_a_warning_and_keeps_its_keys() -> None:

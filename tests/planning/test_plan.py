@@ -362,7 +362,7 @@ def test_sizes(given: dict[str, Any], sizes: list[int]) -> None:
         (
             {"tokens": 100, "cudagraph_capture_sizes": [8, 128, 256, 100]},
             100,
-            "capture sizes 128, 256 are dropped: max_num_batched_tokens is 100",
+            "capture sizes 128, 256 are dropped: max_num_batched_tokens is 100; raise it to 256, or list at most 100",
         ),
     ],
 )

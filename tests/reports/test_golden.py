@@ -116,7 +116,9 @@ def test_graphs_to_keep_are_the_headline(graphs: int, told: str) -> None:
     evidence = plan.evidence or {}
     ladder = {**evidence["ladders"][1], "graphs": graphs}
     kept = plan.changed(evidence={**evidence, "keep": True, "ladders": [ladder]})
-    head = f"Plan: keep the configured sizes' {graphs} graphs{told}; --costs tells start-up"
+    head = (
+        f"Plan: keep the configured sizes' {graphs} graphs{told}; --costs estimate tells start-up"
+    )
     assert plain_text(brief(kept), 200).startswith(head)
 
 
