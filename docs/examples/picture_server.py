@@ -20,7 +20,7 @@ import cgplan
 from cgplan.runner.stats import StatsCollector
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SIZES = {(3, 32, 32): [1, 4, 16]}  # batches with a graph, in pictures, by a picture's shape: one for each resolution
+SIZES = {(3, 32, 32): [1, 4, 16]}  # batches with a graph, at most LARGEST, by shape: one for each resolution
 LARGEST = 16  # pictures that run together; those above the largest size run without a graph
 PATIENCE = 10  # seconds that a request waits
 
@@ -48,7 +48,21 @@ def capture():
         inputs = {"x": (("num_tokens", *shape), torch.float32, 0)}  # by the name in the forward; num_tokens: pictures
         graphs = {"cudagraph_capture_sizes": sizes}
         runners[shape] = cgplan.capture(model, inputs, compilation=graphs, scheduler=largest)
+        check(runners[shape], shape)
     return runners
+
+
+def check(runner, shape):
+    """The server does not start if a graph differs from your model, or if `run` does not fit it."""
+    for n in filter(runner.padded, range(1, LARGEST + 1)):  # each graph, padded and full
+        record = runner.verify(torch.rand(n, *shape))
+        assert not record.failure, f"a batch of {n}, shape {shape}: {record.failure}"
+    run(runner, [torch.rand(shape)])
+    runner.stats.reset()
+
+
+def run(runner, pictures):
+    return runner(torch.stack(pictures)).tolist()  # read before the next call
 
 
 def serve(runners, waiting):
@@ -72,8 +86,7 @@ def serve(runners, waiting):
 def answer(runners, batch):
     pictures = [picture for picture, _ in batch]
     try:
-        runner = runners[pictures[0].shape]
-        scores = runner(torch.stack(pictures)).tolist()  # read before the next call
+        scores = run(runners[pictures[0].shape], pictures)
     except Exception as error:  # these requests fail, and later ones are served
         for _, waits in batch:
             waits.set_exception(error)

@@ -489,6 +489,45 @@ def test_a_server_of_pictures_batches_requests_and_answers_each_as_alone(
     assert all(runner.is_closed for runner in runners.values())
 
 
+class Mixing(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.mean((2, 3))
+        return rows - rows.mean(0)
+
+
+class Wrapped(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"logits": x.mean((2, 3))}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "model", "said"),
+    [
+        ([1, 3, 16], Mixing, r"a batch of 2, shape \(3, 32, 32\): "),
+        ([16], Mixing, "a batch of 1, "),
+        ([1], Wrapped, "has no attribute 'tolist'"),
+        ([1], Mixing, None),  # larger batches have no graph, and are not padded
+    ],
+)
+def test_a_server_of_pictures_starts_only_if_its_graphs_are_right(
+    pictures: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    sizes: list[int],
+    model: type[torch.nn.Module],
+    said: str | None,
+) -> None:
+    monkeypatch.setattr(pictures, "SIZES", {(3, 32, 32): sizes})
+    monkeypatch.setattr(pictures, "build", model)
+    if said is not None:
+        with pytest.raises((AssertionError, AttributeError), match=said):
+            pictures.capture()
+        return
+    [runner] = pictures.capture().values()
+    assert runner.stats.calls == 0, "no traffic for plans"
+    assert len(pictures.run(runner, [torch.rand(3, 32, 32)] * 5)) == 5
+    runner.close()
+
+
 def test_a_file_gets_the_largest_shape_that_fits_into_it(
     pictures: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
