@@ -13,7 +13,7 @@ from cgplan.optimizer.problem import Run, largest_of
 from cgplan.planning.plan import Lane, Plan, lanes_of
 from cgplan.traffic.histogram import StepShape
 from cgplan.traffic.step_times import ABOUT, OF_ANOTHER_MODEL
-from cgplan.units import counted, format_microseconds, from_to, listed
+from cgplan.units import counted, format_microseconds, from_to, grouped, listed
 
 CLIFF = 1.05  # eager over graph, from which on it is worth a word
 BETWEEN = 0.05  # of a step, which times between measured ones may be off before they are told
@@ -155,11 +155,9 @@ def _cliff(plan: Plan, run: Run, batch: StepShape) -> str | None:
 
 
 def _unmeasured_sizes(plan: Plan, run: Run) -> Iterator[str]:
-    lanes: dict[str, list[str]] = {}
-    is_list = isinstance(plan.config["compilation"]["cudagraph_capture_sizes"], list)
-    bound = "--set compilation.cudagraph_capture_sizes=null " if is_list else ""
+    found = []
     for lane, sizes in plan.lanes().items():
-        most = run.times.measured_to(lane.mode, lane.num_active_loras)
+        most = run.times.measured_at(lane.mode, lane.num_active_loras)[-1]
         beyond = [size for size in sizes if size > ABOUT * most]
         if beyond:
             start = f"--max-cudagraph-capture-size {beyond[-1]}"
@@ -167,12 +165,11 @@ def _unmeasured_sizes(plan: Plan, run: Run) -> Iterator[str]:
                 start += f" --max-num-seqs {beyond[-1]}, without drafts"
             text = (
                 f"steps were measured up to {counted(most, 'token')}, the gain of {listed(beyond)} "
-                f"is extrapolated; to leave it out: {bound}--set "
-                f"compilation.max_cudagraph_capture_size={most}; to measure it: starts of vLLM "
-                f"with {start}, or a bench"
+                f"is extrapolated; to leave it out, write max_cudagraph_capture_size {most}, and "
+                f"no list of sizes; to measure it: starts of vLLM with {start}, or a bench"
             )
-            lanes.setdefault(text, []).append(str(lane))
-    for text, names in lanes.items():
+            found.append((text, str(lane)))
+    for text, names in grouped(found).items():
         yield f"{' and '.join(names)}: {text}"
 
 

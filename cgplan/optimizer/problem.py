@@ -45,7 +45,7 @@ from cgplan.planning.plan import (
 from cgplan.pricing import GraphCosts
 from cgplan.traffic.histogram import StepShape, Traffic
 from cgplan.traffic.simulation import StepTime
-from cgplan.traffic.step_times import ABOUT, StepTimes
+from cgplan.traffic.step_times import StepTimes
 from cgplan.units import grouped
 
 EAGER = Lane(CUDAGraphMode.NONE, False, 0)
@@ -227,7 +227,7 @@ class Run(Steps):
         beyond = np.zeros_like(self.missed)
         for lane, here in self._parts:
             most = self.times.measured_to(lane.mode, lane.num_active_loras)
-            beyond[here] = self._size[here] > ABOUT * most
+            beyond[here] = self._size[here] > most
         return float(self.weights[beyond].sum() / self.weights.sum())
 
     @property
@@ -638,8 +638,10 @@ def problem_of(
     without: Collection[Key] = (),
     *,
     one_list: bool = False,
+    asked_to: int = 0,
 ) -> Problem:
-    """The keys in ``without`` are no candidates. ``one_list``: see Note [One list].
+    """The keys in ``without`` are no candidates, nor are sizes above all that was measured or asked
+    for (``asked_to``), unless the plan names a maximum. ``one_list``: see Note [One list].
 
     Raises StepTimeError where step times of a lane's mode, or of eager steps, are missing.
     """
@@ -651,10 +653,13 @@ def problem_of(
         may = lane.serves(batches.uniform, batches.num_active_loras, traffic.apart)
         has_graphs |= bool(may.any())
         if one_list or may.any():
-            stride = stride_of(lane, plan)
+            alike = lanes if one_list else [lane]
+            measured = [times.measured_to(one.mode, one.num_active_loras) for one in alike]
+            allowed = plan.largest_allowed or max(asked_to, *measured)
             offer = _Offer(
                 lane,
-                stride,
+                stride_of(lane, plan),
+                min(largest_of(lane, plan), allowed),
                 times,
                 plan,
                 costs,
@@ -766,14 +771,10 @@ def _rounded(
 class _Offer:
     lane: Lane
     stride: int
+    largest: int
     times: StepTimes
     plan: Plan
     costs: GraphCosts | None
-
-    @property
-    def largest(self) -> int:
-        most = largest_of(self.lane, self.plan)
-        return min(most, self.plan.largest_allowed or most)
 
     def time(self, sizes: Ints) -> Floats:
         lane = self.lane

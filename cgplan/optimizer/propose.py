@@ -71,7 +71,7 @@ from cgplan.planning.plan import (
 )
 from cgplan.pricing import GraphCosts
 from cgplan.traffic.histogram import Traffic
-from cgplan.traffic.step_times import ABOUT, StepTimes
+from cgplan.traffic.step_times import StepTimes
 from cgplan.units import (
     format_bytes,
     format_microseconds,
@@ -176,6 +176,7 @@ class PlanInputs:
             graphs, not the mean step.
         one_list: All lanes have the same sizes, as far as they may hold them.
         today: The graphs asked for, maybe in another mode.
+        any_size: Also above all sizes that were measured or asked for.
     """
 
     config: Config
@@ -188,6 +189,7 @@ class PlanInputs:
     worst: bool = False
     one_list: bool = False
     today: Plan | None = None
+    any_size: bool = False
 
     @cached_property
     def base(self) -> Plan:
@@ -272,6 +274,10 @@ class PlanInputs:
         traffic: Traffic,
         costs: GraphCosts | None,
     ) -> Problem:
+        asked = self.ladders.get(self.asked)
+        most = asked.max_capture_size if asked else 0
+        if self.any_size:
+            most = self.base.max_num_batched_tokens
         return problem_of(
             lanes_of(self.base.mode, self.lora_cases),
             traffic,
@@ -280,6 +286,7 @@ class PlanInputs:
             costs,
             without=self.failed,
             one_list=self.one_list,
+            asked_to=most,
         )
 
     def priced(self, traffic: Traffic) -> Problem:
@@ -554,7 +561,7 @@ class PlannedGraphs:
             verdict=run.times.doubt + doubt + self._verdict(ladders.get(asked)),
             unmeasured=run.unmeasured,
             unmeasured_graphs=sum(
-                key.num_tokens > ABOUT * run.times.measured_to(mode, key.num_active_loras)
+                key.num_tokens > run.times.measured_to(mode, key.num_active_loras)
                 for mode, key in plan.keys
             ),
             unsure=tuple(unsure),

@@ -113,6 +113,7 @@ class Replanner:
             times,
             costs,
             lost,
+            any_size=True,  # once captured, it is timed
         )
         wanted = plan_graphs(inputs).explained()
         way: ReplanWay = "proposed"

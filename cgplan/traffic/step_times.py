@@ -649,12 +649,15 @@ class StepTimes(Record):
         curve, _ = self._curve_of(mode, num_active_loras)
         if curve:
             return tuple(size for size, _ in curve.points)
+        if mode is not CUDAGraphMode.PIECEWISE:
+            return (0,)  # ``at`` raises
         others = (CUDAGraphMode.FULL, CUDAGraphMode.NONE)  # which tell of PIECEWISE
         found = [self.measured_at(other, num_active_loras) for other in others]
         return min(found, key=max)
 
     def measured_to(self, mode: CUDAGraphMode, num_active_loras: int = 0) -> int:
-        return self.measured_at(mode, num_active_loras)[-1]
+        """The largest size whose time is as good as measured."""
+        return int(ABOUT * self.measured_at(mode, num_active_loras)[-1])
 
     def told_apart(self, cases: Iterable[int]) -> tuple[int, ...]:
         """The LoRA cases worth planning for: the largest of those whose graphs take equal times."""

@@ -816,7 +816,7 @@ def test_the_plan_is_compared_with_the_graphs_that_were_asked_for(mode: str) -> 
     shown = unwrapped(good(*given).stdout)
     head, hint, _ = shown.partition("; --costs estimate tells")
     assert hint
-    few, more, why = head.partition(" (8 for batches that max_num_seqs = 64 allows")
+    few, more, why = head.partition(" (7 for batches that max_num_seqs = 64 allows")
     assert few == f"Plan: {len(plan.keys)} graphs instead of {theirs}"
     assert bool(more) == bool(asked["graphs"]), "no plan has 0 graphs by --max-graphs"
     assert not more or why.endswith("does not show: --insurance 0 plans without)")

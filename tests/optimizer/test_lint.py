@@ -62,8 +62,8 @@ def test_sizes_beyond_the_measured_ones_are_told() -> None:
     )
     (told,) = warnings(plan, seen, "measured", times)
     assert told.endswith(
-        "were measured up to 128 tokens, the gain of 256, 400 is extrapolated; to leave it out: --set "
-        "compilation.cudagraph_capture_sizes=null --set compilation.max_cudagraph_capture_size=128; to measure it: starts of vLLM with "
+        "were measured up to 128 tokens, the gain of 256, 400 is extrapolated; to leave it out, "
+        "write max_cudagraph_capture_size 128, and no list of sizes; to measure it: starts of vLLM with "
         "--max-cudagraph-capture-size 400, or a bench"
     )
 

@@ -588,6 +588,30 @@ def test_a_largest_size_bounds_the_ladders_and_the_plan() -> None:
     assert sizes_of(listed) == [(16, 32, 48, 64)]
 
 
+@pytest.mark.parametrize("one_list", [False, True])
+def test_sizes_stay_within_those_measured_or_asked_for(one_list: bool) -> None:
+    """Steps were measured up to 64 tokens of decode and 200 of others; batches have up to 500."""
+    points = {(NONE, 0): {1: 9000, 500: 9500}, (PIECEWISE, 0): {1: 310, 200: 600}, (FULL, 0): {1: 110, 64: 300}}  # fmt: skip
+    times = StepTimes.measured(points, "by hand")
+    batches = {StepShape(n, 2): 1.0 for n in range(10, 501, 10)}
+    seen = traffic(batches, {StepShape(n, n, True): 1.0 for n in range(8, 129, 8)})
+
+    def largest(**options: Any) -> dict[bool, int]:
+        config = config_of("FULL_AND_PIECEWISE", **{"seqs": 128, **options})
+        lanes = propose(config, seen, times, one_list=one_list).evidence.lanes
+        return {lane.uniform: lane.sizes[-1] for lane in lanes}
+
+    asked_for = largest()  # vLLM's ladder ends at 256
+    assert 64 < asked_for[True] <= 128
+    assert asked_for[False] == 250
+    few = largest(sizes=[1, 8])
+    assert few[False] == 200
+    assert (few[True] > 64) is one_list, "an engine captures one list in both"
+    assert largest(sizes=[1, 400])[False] == 400
+    assert largest(max_cudagraph_capture_size=300)[False] == 300
+    assert set(largest(max_cudagraph_capture_size=40).values()) == {40}
+
+
 # --- what is said of it ---------------------------------------------------------------------------------------
 
 

@@ -49,7 +49,8 @@ class Instance:
     times: StepTimes
 
     def problem(self, costs: GraphCosts | None = None) -> Problem:
-        return problem_of(self.lanes, self.traffic, self.times, self.plan, costs)
+        most = self.plan.max_num_batched_tokens  # times are of one size, and hold for all
+        return problem_of(self.lanes, self.traffic, self.times, self.plan, costs, asked_to=most)
 
     def keys(self, problem: Problem, chosen: Chosen) -> list[Key]:
         return [*keys_of(problem.lists_of(chosen), self.plan)]
@@ -552,7 +553,10 @@ def test_a_cheap_size_is_found_where_no_batch_sits() -> None:
 def test_one_list_for_all_lanes_is_exact(instance: Instance, graphs: int) -> None:
     """Every set of sizes, each in all lanes that may hold it; where a graph of a larger size is not slower."""
     plan, times = instance.plan, instance.times
-    problem = problem_of(instance.lanes, instance.traffic, times, plan, None, one_list=True)
+    most = plan.max_num_batched_tokens
+    problem = problem_of(
+        instance.lanes, instance.traffic, times, plan, None, one_list=True, asked_to=most
+    )
     if not problem.demands:
         return
     found = Search(problem, Limits(graphs))

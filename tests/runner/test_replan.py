@@ -664,6 +664,14 @@ def test_replans_with_adapters_and_pieces_equal_a_fresh_runner(backend: GraphBac
     runner.close()
 
 
+def test_a_replan_may_take_sizes_above_those_that_were_timed(backend: GraphBackend) -> None:
+    """It captures them, and times them from then on."""
+    runner = open_runner(backend, "adaptive", sizes=(4,))
+    points = {(NONE, 0): {1: 1000, 4: 1000}, (FULL, 0): {1: 100, 4: 100}}
+    runner.replan(times=StepTimes.measured(points, "by hand"), traffic=traffic_of(16))
+    assert sizes_of(runner) == [16]
+
+
 def test_a_new_generation_begins_where_it_takes_less(backend: GraphBackend) -> None:
     """Graphs are exchanged inside the pool while the new ones fit; all are captured again where they are larger, or
     much smaller.
