@@ -46,7 +46,7 @@ DType = Literal[
     "uint8",
     "bool",
 ]
-LadderName = Literal["vllm", "sglang", "trtllm", "powers_of_two"]
+LadderName = Literal["vllm", "sglang", "trtllm", "powers_of_two", "vllm_interactivity"]
 Symbol = Literal["num_tokens", "num_reqs"]
 
 

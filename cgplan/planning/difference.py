@@ -179,30 +179,30 @@ def fitted(
     )
     # the plan decides which graphs, not if
     if plan.keys and config.compilation.cudagraph_mode is CUDAGraphMode.NONE:
-        none = FieldChange(
-            name="compilation.cudagraph_mode",
-            old=str(plan.mode),
-            new="NONE",
+        wrong += (
+            FieldChange(
+                name="compilation.cudagraph_mode",
+                old=str(plan.mode),
+                new="NONE",
+            ),
         )
-        wrong += (none,)
     described = [change.said("{name}: {old} in the plan, {new} now") for change in wrong]
     problem = "the plan was made for something else"
     warnings = plan.warnings
-    if wrong and not force:
-        raise PlanMismatchError(
-            problem + "".join(f"\n  - {line}" for line in described),
-            remedy="Give the configuration that the plan was made for, or make the plan again for "
-            "this one, with the same --set. --force captures it unchanged.",
-        )
     if wrong:
+        if not force:
+            raise PlanMismatchError(
+                "\n  - ".join((problem, *described)),
+                remedy="Give the configuration that the plan was made for, or make the plan again "
+                "for this one, with the same --set. --force captures it unchanged.",
+            )
         warnings += (f"{problem} and was forced: {'; '.join(described)}",)
-    present = {
+    return plan.changed(
         **capture_fields(config),
-        "budget": budget_of(config),
-        "file": file,
-        "warnings": warnings,
-    }
-    return plan.changed(**present)
+        budget=budget_of(config),
+        file=file,
+        warnings=warnings,
+    )
 
 
 def machine_changes(old: Machine, new: Machine) -> list[FieldChange]:

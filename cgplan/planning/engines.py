@@ -191,20 +191,20 @@ def read_vllm(
     loaded = loaded_config({"compilation": asked}, OPTION, (*found, *overrides), places)
     config = loaded.config
     if config.compilation.cudagraph_capture_sizes is None:
-        every = 32 if performance_mode == "interactivity" else 0
-        widest = ladder_sizes(config, "vllm", _LARGEST_ON_BLACKWELL, every).sizes
-        usual = ladder_sizes(config, "vllm", every=every).sizes
+        ladder = "vllm_interactivity" if performance_mode == "interactivity" else "vllm"
+        widest = ladder_sizes(config, ladder, _LARGEST_ON_BLACKWELL).sizes
+        usual = ladder_sizes(config, ladder).sizes
         sizes = widest if blackwell else usual
-        if every or blackwell:
-            asked["max_cudagraph_capture_size"] = None
-            option = "--performance-mode" if every else "--blackwell"
-            found.append(Override(f"compilation.cudagraph_capture_sizes={[*sizes]}", option))
-            loaded = loaded_config({"compilation": asked}, OPTION, (*found, *overrides), places)
         if sizes != widest:
             notes.append(
                 f"vLLM's sizes end at {sizes[-1]}, and on GPUs of compute capability 10.x (B200, "
                 f"GB200, B300) at {widest[-1]}: --blackwell"
             )
+        named = ladder if sizes == usual else [*sizes]
+        if named != "vllm":
+            option = "--blackwell" if blackwell else "--performance-mode"
+            found.append(Override(f"compilation.cudagraph_capture_sizes={named}", option))
+            loaded = loaded_config({"compilation": asked}, OPTION, (*found, *overrides), places)
     twice = ", and --performance-mode throughput doubles it"
     doubled = twice if performance_mode == "throughput" else ""
     logged = "; its log has `Chunked prefill is enabled with max_num_batched_tokens=`"

@@ -534,6 +534,7 @@ LADDERS: Mapping[str, Ladder] = {
     "sglang": partial(_by_strides, {8: 4, 16: 8, 256: 16, 512: 32}),
     "trtllm": partial(_by_strides, {8: 8, 128: 64}),
     "powers_of_two": partial(_by_strides, {1 << k: 1 << k for k in range(3, 21)}),
+    "vllm_interactivity": partial(_by_strides, {1: 1, 32: 8, 256: 16}, is_ended=False),
 }
 
 
@@ -599,9 +600,8 @@ def ladder_sizes(
     config: Config,
     name: str,
     largest: int = LARGEST_DEFAULT_SIZE,
-    every: int = 0,
 ) -> CaptureSizes:
-    """At most ``largest`` if no maximum is given, with each size up to ``every``."""
+    """At most ``largest`` if no maximum is given."""
     q = config.query_len
     seqs = config.scheduler.max_num_seqs
     tokens = config.scheduler.max_num_batched_tokens
@@ -610,10 +610,10 @@ def ladder_sizes(
     maximum = min(wanted, tokens)
     ladder = LADDERS[name]
     source = f"ladder {name} up to {maximum}"
-    if name != "vllm":  # their sizes are request counts
+    if not name.startswith("vllm"):  # their sizes are request counts
         requests = ladder(maximum // q) if maximum >= q else ()
         return CaptureSizes(tuple(q * number for number in requests), source)
-    sizes = {*ladder(maximum), tokens, *range(1, every + 1)}
+    sizes = {*ladder(maximum), tokens}
     if asked is None:  # decode batches of all requests
         sizes.add(q * seqs)
         if q > 1:
@@ -794,8 +794,8 @@ def _lost(
             reasons.append((f"have no graph: {why}", size))
     for why, lost in grouped(reasons).items():
         yield f"capture sizes {', '.join(map(str, lost))} {why}"
-    if given in (None, "vllm") and largest is not None and top < largest:
-        last = ladder_sizes(config, "vllm").sizes[-1]
+    if isinstance(given, str | None) and largest and top < largest:
+        last = ladder_sizes(config, given or "vllm").sizes[-1]
         why = f"the ladder ends at {last}"
         if tokens < largest:
             why = f"max_num_batched_tokens is {tokens}"

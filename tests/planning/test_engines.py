@@ -462,6 +462,24 @@ def test_options_of_the_ladder_are_in_the_command_that_plans_again() -> None:
     )
 
 
+def test_a_largest_size_bounds_the_ladder_of_each_size_and_what_is_planned_for_it() -> None:
+    """As in vllm/config/vllm.py of 0.33.0: each size up to min(maximum, 32), then the ladder to the maximum."""
+    for blackwell in (False, True):
+        found = read(
+            '{"max_cudagraph_capture_size": 42}',
+            performance_mode="interactivity",
+            blackwell=blackwell,
+        )
+        plan = build_plan(found.loaded.config)
+        assert plan.capture_sizes == (*range(1, 33), 40)
+        assert plan.largest_allowed == 42
+        assert (
+            "max_cudagraph_capture_size 42 is truncated to 40: the ladder ends at 40" in found.lost
+        )
+        command = emit(plan, "vllm", found.options).command
+        assert """--vllm '{"max_cudagraph_capture_size": 42}'""" in command
+
+
 def test_keys_of_the_compilation_config_are_vllms() -> None:
     known = {*engines._TAKEN_OVER, *engines._WITHOUT_EFFECT, *engines._OTHER_GRAPHS, "mode"}
     assert known <= RECORDED["vllm"]

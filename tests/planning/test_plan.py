@@ -286,6 +286,8 @@ LITERAL = [
     ("trtllm", 300, [1, 2, 4, *range(8, 129, 8), 192, 256, 300]),
     ("trtllm", 512, [1, 2, 4, *range(8, 129, 8), *range(192, 513, 64)]),
     ("powers_of_two", 100, [1, 2, 4, 8, 16, 32, 64, 100]),
+    ("vllm_interactivity", 20, [*range(1, 21)]),
+    ("vllm_interactivity", 300, [*range(1, 33), *range(40, 257, 8), 272, 288]),
 ]
 # fmt: on
 
