@@ -278,6 +278,22 @@ def test_objects_in_another_state_are_another_kind(backend: GraphBackend) -> Non
     assert "cache: Cache 2, in one of its states" in g.explain()
 
 
+def test_kinds_of_two_objects_that_the_forward_writes_are_told_apart(backend: GraphBackend) -> None:
+    """They are not padded, as padding might reach what is written."""
+
+    def model(x: Tensor, cache: Cache) -> Tensor:
+        cache.total.add_(x[0])
+        return x + cache.total
+
+    g = cgplan.graphed(model)
+    for cache in (Cache(backend.device), Cache(backend.device)):
+        for _ in range(4):
+            g(rows(backend, 2), cache)
+    told = g.explain()
+    for number in (1, 2):
+        assert told.count(f"cache: Cache {number}, in one of its states") == 1
+
+
 def test_objects_that_the_forward_changes(backend: GraphBackend) -> None:
     """What is filled on first use: that call runs eagerly, and those behind it by a graph."""
 

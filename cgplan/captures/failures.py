@@ -112,10 +112,7 @@ def explain_failure(
 
 
 def explain_eager_failure(
-    error: Exception,
-    batch: str,
-    model: Any = None,
-    inputs: Mapping[str, Input] = MappingProxyType({}),
+    error: Exception, batch: str, model: Any, inputs: Mapping[str, Input]
 ) -> CgplanError:
     if isinstance(error, CgplanError):
         return error

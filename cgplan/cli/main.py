@@ -389,8 +389,7 @@ def inspect(request: InspectRequest, engine: VllmOptions) -> None:
         reports = {str(report): first}
         if other:
             reports[str(other)] = load_report(other, first.kind)
-        found = Beside(reports=reports) if other else first
-        request.publish(found)
+        request.publish(Beside(reports=reports) if other else first)
         return
     from cgplan.cli.inspect import inspect_config
 

@@ -9,7 +9,13 @@ import sys
 import textwrap
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, redirect_stdout, suppress
+from contextlib import (
+    AbstractContextManager,
+    contextmanager,
+    nullcontext,
+    redirect_stdout,
+    suppress,
+)
 from contextvars import ContextVar
 from pathlib import Path
 from shutil import get_terminal_size
@@ -43,8 +49,7 @@ def tell(
     *,
     in_logs: bool = True,
 ) -> None:
-    is_read = in_logs or sys.stderr.isatty()
-    if is_read and shows_progress.get():
+    if (in_logs or sys.stderr.isatty()) and shows_progress.get():
         note(text)
 
 
@@ -80,13 +85,12 @@ def check_outputs(
             continue
         with writing(file):
             path = file.resolve()
-        problem = taken.get(path, "")
-        if file.suffix in (".py", ".yaml", ".yml") and file.exists():
-            problem = problem or "holds code or a configuration"
-        if problem:
-            raise OutputPathError(f"{file} {problem}", remedy="Give the path of another file.")
-        taken[path] = "is to hold two results"
-        with writing(file):
+            problem = taken.get(path, "")
+            if file.suffix in (".py", ".yaml", ".yml") and file.exists():
+                problem = problem or "holds code or a configuration"
+            if problem:
+                raise OutputPathError(f"{file} {problem}", remedy="Give the path of another file.")
+            taken[path] = "is to hold two results"
             if file.exists():  # a pipe may have no reader
                 os.close(os.open(file, os.O_WRONLY | os.O_NONBLOCK))
             if file.is_file() or not file.exists():
@@ -160,10 +164,9 @@ def section_of(error: type[CgplanError]) -> str:
 
 def wrapped(text: str) -> str:
     """In the terminal's width; long paths stay whole."""
-    columns = get_terminal_size().columns
-    wrapper = textwrap.TextWrapper(columns)
-    wrapper.break_long_words = False
-    wrapper.break_on_hyphens = False
+    wrapper = textwrap.TextWrapper(
+        get_terminal_size().columns, break_long_words=False, break_on_hyphens=False
+    )
     lines = []
     for line in text.splitlines():
         _, indent, label, rest = re.split(r"^( *)((?:\S+: )?)", line)
@@ -191,23 +194,18 @@ def progress(doing: str) -> Iterator[Step]:
     from rich.text import Text
 
     console = Console(stderr=True)
+    began = perf_counter()
 
-    def line(index: int, total: int, name: str) -> None:
-        first_of_its_tenth = index * PLAIN_LINES % total < PLAIN_LINES
-        if doing and (first_of_its_tenth or index == total - 1):
-            tell(f"{doing} {index + 1}/{total}: {name}")
-
-    if not doing or not console.is_terminal or not shows_progress.get():
-        yield line
-        return
-    with console.status(doing) as status:
-        began = perf_counter()
-
-        def show_line(index: int, total: int, name: str) -> None:
-            text = f"{doing} {index + 1}/{total}: {name}"
+    def show_line(index: int, total: int, name: str) -> None:
+        text = f"{doing} {index + 1}/{total}: {name}"
+        if status:
             if index:
                 left = (perf_counter() - began) / index * (total - index)
                 text += f", about {format_seconds(left)} left"
             status.update(Text(text))
+        elif doing and (index * PLAIN_LINES % total < PLAIN_LINES or index == total - 1):
+            tell(text)
 
+    is_live = doing and console.is_terminal and shows_progress.get()
+    with console.status(doing) if is_live else nullcontext() as status:
         yield show_line

@@ -218,10 +218,10 @@ def run_plan(
         given = read_sglang(request.sglang)
     given = given._replace(costs=request.costs or "", output=str(request.output or ""))
     engine = request.engine
-    path = request.path if vllm is None else None
-    loaded = read_config(request.path, settings) if vllm is None else vllm.loaded
+    path = None if vllm else request.path
+    loaded = vllm.loaded if vllm else read_config(request.path, settings)
     refuse_auto(loaded.config.compilation)
-    loaded = _as_engine_runs(loaded, engine, is_read=vllm is not None)
+    loaded = _as_engine_runs(loaded, engine, is_read=path is None)
     config = loaded.config
     files = [file for file, _ in loads.files]
     check_outputs((request.output, request.html), (path, *files, loads.step_times, request.costs))
@@ -329,7 +329,7 @@ def run_check(path: Path, loads: Loads, max_regret: float | None, shown: Shown) 
     if check.slo_missed:
         raise RegretError(
             f"{path} on {check.traffic_source} misses its SLO: {check.slo_missed}",
-            remedy="Plan for this traffic with the same --slo, or loosen the SLO.",
+            remedy=f"Plan for this traffic: `{command}`, or loosen the SLO.",
         )
     if max_regret is not None and max(check.regret, check.decode_regret or 0) > max_regret:
         raise RegretError(
@@ -340,6 +340,8 @@ def run_check(path: Path, loads: Loads, max_regret: float | None, shown: Shown) 
 
 
 def _command_anew(path: Path, plan: Plan, loads: Loads, rules: Mapping[str, Any]) -> str:
+    from cgplan.optimizer.decisions import INSURANCE
+
     command: str = getattr(plan.emission, "command", "") or "cgplan plan FILE"
     for file, speed in loads.files:
         name = str(file) if speed == 1 else f"{file}@{speed:g}x"
@@ -350,10 +352,14 @@ def _command_anew(path: Path, plan: Plan, loads: Loads, rules: Mapping[str, Any]
         "--speedup": loads.speedup,
         "--replicas": rules["replicas"],
         "--kv-cache-tokens": rules.get("kv_tokens"),
+        "--objective": rules.get("objective"),
+        "--insurance": rules["insurance"],
     }
     for option, given in repeated.items():
-        if given not in (None, "", 1, "1"):
+        if given not in (None, "", 1, "1", Objective.robust, INSURANCE):
             command += f" {option} {given}"
+    for goal in rules.get("slo", ()):
+        command += f" --slo {goal.name}={goal.microseconds:.12g}us"
     times = shlex.quote(str(loads.step_times or "FILE"))
     output = shlex.quote(str(path.with_stem(f"new-{path.stem}")))
     return f"{command} --step-times {times} --output {output}"

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from cgplan.config.schema import Config, Path_, Places, explain
 from cgplan.errors import CgplanError, ConfigError, ConfigFileError, OutputPathError, did_you_mean
-from cgplan.units import format_bytes
+from cgplan.units import format_bytes, listed
 
 MOST_VALUES = 10_000  # of a document; each alias counts
 MOST_BYTES = 1 << 20
@@ -125,6 +125,13 @@ def read_config(
         raise ConfigFileError(
             f"{path} is a saved {data['kind']}",
             remedy=f"`cgplan inspect {path}` shows it. {remedy}",
+        )
+    known = Config.model_fields
+    if len(data) > 1 and known.keys().isdisjoint(data):
+        raise ConfigFileError(
+            f"{path} is no configuration: its keys are {listed([*data])}, and those of a "
+            f"configuration {', '.join(known)}",
+            remedy=remedy,
         )
     base_dir = path.resolve().parent
     return loaded_config(

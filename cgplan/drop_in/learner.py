@@ -371,27 +371,7 @@ class Learner:
                 "graphs)",
                 "shapes",
             )
-        named = call.by_name(self.signature)
-        twins = list[str]()
-        for other in self.kinds:
-            if other.stats and {*kind.notes} <= {*other.notes}:
-                twins += other.notes
-        for argument, given in named.items():
-            for value in objects_in(taken_apart(given)[0]):
-                known_ones = len(self._numbers)
-                number = self._numbers.setdefault(id(value), known_ones + 1)
-                text = f"{argument}: {type(value).__name__}"
-                note = f"{text} {number}, in one of its states"
-                seen = {note, *(other for other in twins if other.startswith(f"{text} "))}
-                if len(seen) > _MANY_OBJECTS:
-                    self.tell_once(
-                        f"argument `{argument}` had {len(seen)} objects of "
-                        f"{type(value).__name__}, and each has graphs of its own: keep one, and "
-                        "reset() it",
-                        text,
-                    )
-                kind.notes.append(note)
-        constants = constants_in(named, "")
+        constants = constants_in(call.by_name(self.signature), "")
         count = family.calls
         family.misses += bool(state)
         for path in family.add(constants):
@@ -433,6 +413,25 @@ class Learner:
                 hint = hint or f"it has {', '.join(kind.specs)}"
                 now = f"; of it {_NOTHING_VARIES}" if kind.is_exact else ""
                 self.tell_once(f"{what}, which a call lacks; {hint}{now}", given)
+        twins = list[str]()
+        for other in self.kinds:
+            if other.stats and {*kind.notes} <= {*other.notes}:
+                twins += other.notes
+        for argument, given in call.by_name(self.signature).items():
+            for value in objects_in(taken_apart(given)[0]):
+                known_ones = len(self._numbers)
+                number = self._numbers.setdefault(id(value), known_ones + 1)
+                text = f"{argument}: {type(value).__name__}"
+                note = f"{text} {number}, in one of its states"
+                seen = {note, *(other for other in twins if other.startswith(f"{text} "))}
+                if len(seen) > _MANY_OBJECTS:
+                    self.tell_once(
+                        f"argument `{argument}` had {len(seen)} objects of "
+                        f"{type(value).__name__}, and each has graphs of its own: keep one, and "
+                        "reset() it",
+                        text,
+                    )
+                kind.notes.append(note)
         self._kinds[call.form].append(kind)
         return kind
 

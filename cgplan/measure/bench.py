@@ -168,7 +168,8 @@ def _measured(
             try:
                 _take_turn(runner, batch, share, state)
             except Exception as error:
-                raise_caused(explain_eager_failure(error, name), error)
+                failure = explain_eager_failure(error, name, runner.model, runner.config.inputs)
+                raise_caused(failure, error)
     finally:
         state.restore()
     return {
@@ -893,7 +894,7 @@ def describe_split(
                 graphs.warm_up(smallest)
         return graphs.route.describe()
     except Exception as error:
-        failure = explain_eager_failure(error, f"{smallest[0]} {smallest[1]}")
+        failure = explain_eager_failure(error, f"{smallest[0]} {smallest[1]}", model, config.inputs)
         drop_locals(error)
         raise_caused(failure, error)
     finally:

@@ -283,7 +283,7 @@ def _recorded(
                     f"{blamed_line(error.__traceback__)}: {type(error).__name__}: {error}",
                     remedy="Use --costs measure, or torch.library.register_fake for an operator.",
                 ) from error
-            raise_caused(explain_eager_failure(error, batch, model), error)
+            raise_caused(explain_eager_failure(error, batch, model, config.inputs), error)
     if log.refusals.first:  # the forward caught it
         raise log.refusals.first
     return Recording(

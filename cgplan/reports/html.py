@@ -377,7 +377,7 @@ def _curve(evidence: Evidence) -> Section:
     name = TextColumn("plan", lambda row: getattr(row, "name", best))
     return Section(
         "Graphs against step time",
-        "Expected step: the best plan of each number of graphs, this plan, ladders, and no graph.",
+        "Expected step: the best plan of each number of graphs, this plan, and others.",
         Grid(points, name, *POINT),
         [
             chart(

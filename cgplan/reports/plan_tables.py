@@ -177,8 +177,8 @@ def said(plan: Plan, brief: bool = False) -> list[Fact]:
     warnings = [*plan.warnings, *plan.lint]
     for name in ("unsure", "warnings"):
         warnings += evidence.get(name, ())
-    weighed = labelled("weighed", evidence.get("decided", ()))
-    weighed += labelled("weighed", evidence.get("decisions", ()))
+    found = *evidence.get("decided", ()), *evidence.get("decisions", ())
+    weighed = labelled("weighed", found)
     notes = [text for text in notes if text not in warnings]
     told = labelled("warning", warnings) + labelled("note", notes)
     shown = max(MOST_SAID - len(weighed), len(warnings))

@@ -189,16 +189,13 @@ class RunnerStats:
             lines.append(f"| {' | '.join(padded_cells)} |")
         rules = ["-" * (width + 2) for width in widths]
         lines.insert(1, f"|{'|'.join(rules)}|")
-        head = [
-            "**CUDAGraph Config Settings:**",
-            "",
-            f"- Mode: {self.plan.mode}",
-            f"- Capture sizes: {list(self.plan.capture_sizes)}",
-            "",
-            "**CUDAGraph Stats:**",
-            "",
-        ]
-        return "\n".join([*head, *lines, ""])
+        head = (
+            "**CUDAGraph Config Settings:**\n\n"
+            f"- Mode: {self.plan.mode}\n"
+            f"- Capture sizes: {list(self.plan.capture_sizes)}\n\n"
+            "**CUDAGraph Stats:**\n"
+        )
+        return "\n".join([head, *lines, ""])
 
     def prometheus(self, runner: str = "runner") -> str:
         """Prometheus' text format. Raises as StatsCollector."""
@@ -229,7 +226,8 @@ class RunnerStats:
                     "no input counts requests: num_reqs of these batches are as many as their "
                     "tokens allow"
                 ]
-        return Traffic.of(found, "runner.stats", notes)
+        inputs = ", ".join(self.plan.fixed_inputs)
+        return Traffic.of(found, "runner.stats", notes, inputs=inputs)
 
     def samples(self) -> dict[str, Iterable[Sample]]:
         """By counter; few enough batches for a monitor."""
@@ -298,18 +296,22 @@ _COUNTERS = {  # descriptions, and further labels
 
 class StatsCollector:
     """Collects runners' numbers: ``prometheus_client.REGISTRY.register(StatsCollector({"target":
-    runner.stats}))``. Raises CgplanError for others, and without prometheus_client.
+    runner.stats}))``; of one, ``runner.stats``. Raises CgplanError for others, and without
+    prometheus_client.
     """
 
-    def __init__(self, runners: Mapping[str, RunnerStats]) -> None:
-        given = runners.values() if isinstance(runners, Mapping) else [runners]
-        for found in given:
+    def __init__(
+        self,
+        runners: Mapping[str, RunnerStats] | RunnerStats,
+    ) -> None:
+        named = runners if isinstance(runners, Mapping) else {"runner": runners}
+        for found in named.values():
             if not isinstance(found, RunnerStats):
                 raise CgplanError(
                     f"StatsCollector got a {type(found).__name__}, and takes runner.stats by name",
                     remedy='Write StatsCollector({"NAME": runner.stats}), one for each runner.',
                 )
-        self._runners = dict(runners)
+        self._runners = dict(named)
         try:
             from prometheus_client import core
         except ImportError:
@@ -323,7 +325,10 @@ class StatsCollector:
     def collect(self) -> Iterator[Metric]:
         samples = {runner: stats.samples() for runner, stats in self._runners.items()}
         for name, (about, labels) in _COUNTERS.items():
-            family = self._core.CounterMetricFamily(f"cgplan_{name}", about)
+            family = self._core.CounterMetricFamily(
+                f"cgplan_{name}",
+                about,
+            )
             for runner, found in samples.items():
                 names = ["runner", *labels, *self._runners[runner].plan.dim_names[1:]]
                 for values, count in found[name]:

@@ -524,6 +524,13 @@ def read_traffic(
             f"{path} holds counts of steps, which cannot be sped up",
             remedy="Leave the speedup out, or give a request trace.",
         )
+    declared = ", ".join(plan.fixed_inputs)
+    if found.inputs not in (None, declared):
+        warning = (
+            f"the runner of {path.name} takes {found.inputs}, the configuration declares "
+            f"{declared}: take traffic and runner.config of one runner"
+        )
+        found = found.changed(warnings=(warning, *found.warnings))
     seqs, tokens = plan.max_num_seqs, plan.max_num_batched_tokens
     beyond = 0.0
     loras = plan.max_loras or 0
@@ -711,7 +718,7 @@ def _unknown_form(text: str, first: str, path: Path) -> TrafficError:
             f"writes tables that begin with | {' | '.join(COLUMNS)} |.",
         )
     described = "; ".join(form.described for form in FORMS)
-    found = "is a configuration, not traffic"
+    found = "is YAML, not traffic"
     if path.suffix not in (".yaml", ".yml"):
         found = f"has no known column in {short(first)}"
     return TrafficError(
@@ -784,24 +791,19 @@ def _metrics(text: str, path: Path, plan: Plan) -> Traffic:
     sizes = {descriptor.num_tokens for _, descriptor in plan.keys}
     others = sorted(set(map(int, _REPLAYS.findall(text))) - sizes)
     warnings = []
-    inputs = next((info["inputs"] for info in infos if info["runner"] in runners), declared)
-    if inputs != declared:
-        warnings.append(
-            f"the runner of {path.name} takes {inputs}, the configuration declares {declared}: "
-            "take metrics and runner.config of one runner"
-        )
-    elif others:
+    inputs = next((info["inputs"] for info in infos if info["runner"] in runners), None)
+    if others:
         warnings.append(
             f"the runner of {path.name} has graphs of {listed(others)}, which the configuration "
             "does not list: take runner.config of that runner, unless you changed the sizes since"
         )
-    traffic = Traffic.of(counts, f"{path.name}: metrics of a runner", guesses)
-    if traffic.total < FEW_STEPS:
+    if counts.total() < FEW_STEPS:
         warnings.append(
-            f"{path.name} has {counted(round(traffic.total), 'step')}: let the server run for a "
+            f"{path.name} has {counted(counts.total(), 'step')}: let the server run for a "
             "typical hour, and plan again"
         )
-    return traffic.changed(warnings=tuple(warnings))
+    source = f"{path.name}: metrics of a runner"
+    return Traffic.of(counts, source, guesses, warnings, inputs=inputs)
 
 
 def _metric_rows(text: str, path: Path) -> Iterator[RawRow]:

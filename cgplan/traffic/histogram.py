@@ -91,6 +91,7 @@ class Traffic(Record):
         notes: Assumptions, and what was left out of the source.
         warnings: Why a plan for it is a bad one.
         apart: FULL graphs run uniform decode alone, and PIECEWISE ones the rest alone.
+        inputs: ``Plan.fixed_inputs`` of the runner that counted; None: not known.
     """
 
     kind: Literal["traffic"] = "traffic"
@@ -100,6 +101,7 @@ class Traffic(Record):
     warnings: tuple[str, ...] = ()
     apart: bool = False
     service: Service | None = None
+    inputs: str | None = None
 
     @classmethod
     def of(
@@ -156,6 +158,7 @@ class Traffic(Record):
             read.source,
             read.notes,
             read.warnings,
+            inputs=read.inputs,
         )
 
     @cached_property

@@ -1261,7 +1261,10 @@ def test_a_plan_on_other_traffic(home: Path) -> None:
     four, in_seven, two = 100 + 600 / 7, 100 + 1200 / 7, 100 + 200 / 7
     failed = cgplan_command(*check, "tomorrow.csv", "--max-regret", "46%", "--json")
     assert failed.exit_code == errors.RegretError.exit_code
-    anew = "cgplan plan FILE --traffic tomorrow.csv --step-times times.csv --output new-plan.json"
+    anew = (
+        "cgplan plan FILE --traffic tomorrow.csv --insurance 0.0 --step-times times.csv --output "
+        "new-plan.json"
+    )
     assert f"`{anew}`" in unwrapped(failed.stderr)
     config = '{"cudagraph_mode": "FULL", "pass_config": {"enable_sp": true}}'
     drafts = (
@@ -1296,6 +1299,10 @@ def test_a_plan_on_other_traffic(home: Path) -> None:
     assert "in mode FULL, without a budget, steps are up to" in warning
     assert found.verdict.startswith("regret ")
     assert warning.endswith(f"`{anew} --mode best --memory none`")
+    good(*command[:-1], "0.25", "--objective", "mean", "--output", "mean.json")
+    (home / "low.csv").write_text("num_tokens,num_reqs,uniform,count\n1,1,true,90\n")
+    missed = cgplan_command(*check[:2], "mean.json", *check[3:], "low.csv", "--max-regret", "0%")
+    assert "--objective mean --insurance 0.25 --step-times" in unwrapped(missed.stderr)
     good(*command[:-4], "--output", "unbounded.json")
     told = good("plan", "check", "unbounded.json", "--traffic", "traffic.csv").stdout
     assert "without a budget" not in told

@@ -27,6 +27,14 @@ def test_a_saved_report_is_sent_to_the_command_that_shows_it(write: Any) -> None
     assert caught.value.remedy.startswith("`cgplan inspect ")
 
 
+def test_yaml_of_another_program_is_told_by_its_keys(refusal: Any) -> None:
+    message = refusal("services: {web: {image: a}}\nversion: 3\n", kind=ConfigFileError)
+    told = (
+        "c.yaml is no configuration: its keys are services, version, and those of a configuration"
+    )
+    assert f"{told} model, device, dims" in message
+
+
 @pytest.mark.parametrize("text", ["# nothing\n", "{}"])
 def test_an_empty_mapping_is_all_defaults(write: Any, text: str) -> None:
     assert load_config(write(text)) == Config()

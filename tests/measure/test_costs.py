@@ -215,8 +215,9 @@ def test_a_model_that_fails_is_an_error() -> None:
     def model(x: Tensor) -> Tensor:
         raise ValueError("no")
 
-    with pytest.raises(ModelError, match="ValueError: no"):
+    with pytest.raises(ModelError, match="ValueError: no") as caught:
         estimated(model, config_of([2, 4]))
+    assert "Check the declared inputs, x [" in caught.value.remedy
 
 
 # --- a whole model --------------------------------------------------------------------------------------------

@@ -134,6 +134,10 @@ def test_splits_that_are_none_or_cannot_be(backend: GraphBackend) -> None:
         (ModelError, CaptureError), match=r"unexpected keyword argument 'x'|missing .* argument: y"
     ):
         describe_split(lambda y: y.softmax(1), softmax, backend)
+    wrong = lambda x: torch.ones(7, 7, device=x.device) @ x  # noqa: E731
+    with pytest.raises(ModelError) as caught:
+        describe_split(wrong, softmax, backend)
+    assert "Check the declared inputs, x [" in caught.value.remedy
     assert backend.memory().reserved <= before + 2 * MIB
     torch._dynamo.reset()
 

@@ -489,6 +489,23 @@ def test_metrics_of_a_runner_with_other_inputs_and_of_few_steps_are_told(tmp_pat
         assert all(part in warning for part, warning in zip(told, warnings, strict=True))
 
 
+def test_saved_traffic_of_a_runner_with_other_inputs_is_told(tmp_path: Path) -> None:
+    plans = {}
+    for side in (64, 96):
+        shape = {"shape": ["num_tokens", 3, side, side], "dtype": "float32", "pad": 0}
+        plans[side] = build_plan(Config.model_validate({"inputs": {"x": shape}}))
+    stats = RunnerStats(plans[96])
+    count_of(stats, 3, 3, NONE, BatchDescriptor(3), MissReason.TOO_LARGE).calls = 5
+    path = tmp_path / "calls.json"
+    path.write_text(stats.traffic().model_dump_json())
+    assert read_traffic(path, plans[96]).warnings == ()
+    (told,) = read_traffic(path, plans[64]).warnings
+    assert told.startswith(
+        "the runner of calls.json takes x [num_tokens, 3, 96, 96], the configuration declares "
+        "x [num_tokens, 3, 64, 64]"
+    )
+
+
 @pytest.mark.parametrize("wrong", [["stats"], {"a": "runner"}, "stats"])
 def test_a_collector_of_what_is_no_stats_is_refused_at_once(wrong: Any) -> None:
     with pytest.raises(CgplanError, match=r"StatsCollector got a (list|str), and takes"):
@@ -499,6 +516,8 @@ def test_metrics_of_several_runners_in_a_registry_of_the_user(called: GraphRunne
     client = pytest.importorskip("prometheus_client")
     registry = client.CollectorRegistry()
     registry.register(StatsCollector({"draft": RunnerStats(PLAN), "target": called.stats}))
+    alone = client.generate_latest(StatsCollector(called.stats)).decode()
+    assert alone == called.stats.prometheus("runner")
     labels = {"runner": "target", "kind": "real"}
     assert registry.get_sample_value("cgplan_tokens_total", labels) == 42
     call(called, 8, 8)

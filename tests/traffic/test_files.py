@@ -214,10 +214,10 @@ def test_files_that_hold_no_traffic(refused: Any, text: bytes, message: str, rem
     refused(text, None, message, remedy)
 
 
-def test_a_configuration_is_no_traffic(tmp_path: Path) -> None:
+def test_yaml_is_no_traffic(tmp_path: Path) -> None:
     path = tmp_path / "serve.yaml"
     path.write_text("model: {target: model.py:build}\n")
-    with pytest.raises(TrafficError, match=r"serve\.yaml is a configuration, not traffic"):
+    with pytest.raises(TrafficError, match=r"serve\.yaml is YAML, not traffic"):
         read_traffic(path, build_plan(Config()))
 
 
