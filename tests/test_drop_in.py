@@ -276,6 +276,8 @@ def test_objects_in_another_state_are_another_kind(backend: GraphBackend) -> Non
     for _ in range(3):
         g(x, cache)
     assert "cache: Cache 2, in one of its states" in g.explain()
+    states = re.findall(r"Cache\.is_ready: (\w+)", g.explain())
+    assert sorted(states) == ["False", "True"], "rows of one cache tell what differs"
 
 
 def test_kinds_of_two_objects_that_the_forward_writes_are_told_apart(backend: GraphBackend) -> None:

@@ -49,7 +49,7 @@ from cgplan.piecewise.breakable import submodules_matching
 from cgplan.reports.layout import Column, Grid, TextColumn, plain_text
 from cgplan.reports.records import CaptureReport
 from cgplan.runner.runner import GraphRunner
-from cgplan.units import counted, format_bytes
+from cgplan.units import counted, format_bytes, listed
 
 _MOST_WITHOUT_GRAPHS = 4  # of the latest kinds
 _OF_ENCODERS = (
@@ -323,6 +323,12 @@ class Graphed:
 
     def _notes_of(self, kind: Kind) -> list[str]:
         notes = list(kind.notes)
+        alike = [other.state for other in self._learner.kinds if other.notes == notes]
+        differs = [place for place in kind.state if any(place not in state for state in alike)]
+        # values and lengths
+        told = [f"{path}: {value}" for path, *_, value in differs if isinstance(value, str | int)]
+        if told:
+            notes.append(listed(told, 2))
         outputs = zip_longest(kind.shapes, kind.keys, fillvalue="")
         for index, (shape, key) in enumerate(outputs):
             extents = ", ".join(map(str, shape))
