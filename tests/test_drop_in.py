@@ -705,7 +705,7 @@ def test_a_path_to_ignore_where_nothing_is_compared(
         drawing(rows(backend, 4))
     assert drawing.graph_calls
     assert caplog.text.count("ignore names ") == 1
-    told = "ignore names 'model.cals', where nothing is compared; did you mean 'model.calls'?"
+    told = "ignore names 'model.cals', where nothing is compared yet; did you mean 'model.calls'?"
     assert told in g.explain()
 
 

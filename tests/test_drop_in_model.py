@@ -11,6 +11,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -246,6 +247,42 @@ def test_a_value_that_changes_in_each_layer_is_ignored_by_one_path(
     net[0].factor = 8.0
     g(x)
     assert "ignore=['model[0].factor'] if it decides nothing" in caplog.text
+
+
+class Switched(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.on = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y + 1 if self.on else y
+
+
+def test_a_flag_that_changes_has_no_hint_to_ignore_it(
+    backend: GraphBackend, caplog: pytest.LogCaptureFixture
+) -> None:
+    net, x = Switched().to(backend.device).eval(), rows(backend, 5)
+    g = cgplan.graphed(net)
+    for turn in range(8):
+        net.on = turn > 3
+        close(g(x), net(x))
+    assert (
+        "captured again: model.on (it was False and is True); answers are right from here on, and "
+        "each change costs a capture" in caplog.text
+    )
+    assert "ignore" not in caplog.text
+
+
+def test_a_difference_names_what_was_ignored_and_has_changed(
+    backend: GraphBackend, caplog: pytest.LogCaptureFixture
+) -> None:
+    net, x = Switched().to(backend.device).eval(), rows(backend, 5)
+    g = cgplan.graphed(net, ignore=["model.on"], verify="always")
+    for turn in range(8):
+        net.on = turn > 3
+        close(g(x), net(x))
+    assert "; ignored, and changed since the capture: model.on" in caplog.text
 
 
 REGISTRY: dict[str, dict[str, int]] = {}
@@ -1219,15 +1256,6 @@ def test_transformers_generate_by_graphs(backend: GraphBackend) -> None:
     counts = [n for reason, n in g.eager_calls.items() if reason.startswith(told)]
     assert counts == [4 * 12]
     lm.generation_config.cache_implementation = None
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    t5 = T5ForConditionalGeneration(
-        T5Config(vocab_size=20, d_model=16, d_kv=8, d_ff=16, num_layers=1)
-    )
-    for other in (t5, cgplan.graphed(t5)):
-        with pytest.raises(ConfigError, match="has an encoder, and graphed_gen") as refused:
-            cgplan.graphed_generate(other, max_cache_len=8)
-        assert "Set lm.forward = cgplan.graphed(lm.forward, dynamic={})" in refused.value.remedy
     for other in (Net(), "Qwen/Qwen3-0.6B", cgplan.graphed(lm), lm.generate):
         wrong = "is no model of transformers with a KV cache"
         with pytest.raises(ConfigError, match=wrong) as refused:
@@ -1237,7 +1265,6 @@ def test_transformers_generate_by_graphs(backend: GraphBackend) -> None:
             in refused.value.remedy
         )
         assert "`AutoModelForCausalLM.from_pretrained(...)`, `pipe.model`" in refused.value.remedy
-        assert "For Mamba: docs/graphed.md" in refused.value.remedy
     for length in (None, 0, "64"):
         with pytest.raises(ConfigError, match=f"max_cache_len is {length!r}, no whole number"):
             cgplan.graphed_generate(lm, max_cache_len=length)
@@ -1578,12 +1605,109 @@ def t5(backend: GraphBackend) -> Any:
     return transformers.T5ForConditionalGeneration(config).to(backend.device).eval()
 
 
-def test_a_module_with_an_encoder_is_told_what_gives_its_generate_graphs(
-    t5: Any, caplog: pytest.LogCaptureFixture
+@pytest.fixture
+def bart(backend: GraphBackend) -> Any:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BartConfig(
+        vocab_size=200,
+        d_model=64,
+        **{f"{side}_layers": 2 for side in ("encoder", "decoder")},
+        **{f"{side}_attention_heads": 4 for side in ("encoder", "decoder")},
+        **{f"{side}_ffn_dim": 64 for side in ("encoder", "decoder")},
+        init_std=1.0,
+        decoder_start_token_id=2,
+        eos_token_id=None,
+        forced_eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    return transformers.BartForConditionalGeneration(config).to(backend.device).eval()
+
+
+@pytest.fixture
+def mamba(backend: GraphBackend) -> Any:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 200, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}
+    torch.manual_seed(0)
+    lm = transformers.MambaForCausalLM(transformers.MambaConfig(**sizes, eos_token_id=None))
+    lm._can_compile_fullgraph = True  # it does not say
+    return lm.to(backend.device).eval()
+
+
+@pytest.mark.parametrize("name", ["t5", "bart", "mamba"])
+def test_generate_with_other_caches_answers_threads_as_the_model_does(
+    name: str, backend: GraphBackend, request: pytest.FixtureRequest
 ) -> None:
-    prompt = torch.ones(1, 3, dtype=torch.long, device=t5.device)
-    cgplan.graphed(t5).generate(prompt, max_new_tokens=2)
-    assert "own code. Set lm.forward = cgplan.graphed(lm.forward, dynamic={})" in caplog.text
+    lm = request.getfixturevalue(name)
+    options = {"max_new_tokens": 10, "do_sample": False}
+    calls = []
+    for rows_, length in ((2, 9), (2, 9), (2, 6), (1, 9)):
+        prompt = torch.randint(3, 200, (rows_, length), device=backend.device)
+        calls.append({"inputs": prompt, **options})
+    calls.append({**calls[0], "num_beams": 2})
+    if lm.config.is_encoder_decoder:
+        mask = torch.ones_like(calls[0]["inputs"])
+        mask[0, -4:] = 0
+        calls.append({**calls[0], "attention_mask": mask})
+        for first in (0, 5):  # with the token to start with, and without
+            begin = torch.tensor([[first, 7], [first, 8]], device=backend.device)
+            calls.append({**calls[0], "decoder_input_ids": begin})
+    wanted = [lm.generate(**call) for call in calls]
+    g = cgplan.graphed_generate(lm, max_cache_len=24)
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(3):
+            answers = pool.map(lambda call: lm.generate(**call), calls)
+            for found, tokens in zip(answers, wanted, strict=True):
+                assert torch.equal(found, tokens)
+    assert g.graph_calls > 100
+    shown = g.explain()
+    assert "captured again" not in shown
+    assert not [line for line in shown.splitlines() if line.startswith("none yet")]
+    longer = {**options, "max_new_tokens": 26}
+    with pytest.raises(InputError, match="and max_cache_len is 24"):
+        lm.generate(calls[0]["inputs"], **longer)
+
+
+def test_whisper_generates_by_its_own_code(backend: GraphBackend) -> None:
+    """Its encoder makes fewer rows of what it hears."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.WhisperConfig(
+        vocab_size=60,
+        d_model=16,
+        num_mel_bins=8,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        max_source_positions=20,
+        decoder_start_token_id=2,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=3,
+        suppress_tokens=None,
+        begin_suppress_tokens=None,
+    )
+    torch.manual_seed(0)
+    lm = transformers.WhisperForConditionalGeneration(config).to(backend.device).eval()
+    heard = torch.randn(1, 8, 40, device=backend.device)
+    wanted = lm.generate(heard, max_new_tokens=6)
+    g = cgplan.graphed_generate(lm, max_cache_len=16)
+    for _ in range(3):
+        assert torch.equal(lm.generate(heard, max_new_tokens=6), wanted)
+    assert not g.graph_calls
+    assert "generate with no input_ids does not use the cache" in g.explain()
+
+
+def test_states_of_a_cache_are_one_row_of_explain(backend: GraphBackend, t5: Any) -> None:
+    t5.forward = g = cgplan.graphed(t5.forward, dynamic={})
+    prompt = torch.randint(2, 200, (2, 9), device=backend.device)
+    cache = _own_caches(t5, (32, 9))
+    for _ in range(4):
+        cache.reset()
+        t5.generate(prompt, past_key_values=cache, max_new_tokens=8, disable_compile=True)
+    assert "each run changes past_key_values.is_updated[0]" in g.explain()
+    table = g.explain().partition("sizes")[2].partition("graphs and their buffers")[0]
+    assert table.splitlines()[2].startswith("2 ")
+    assert "eager" not in table
 
 
 def _own_caches(t5: Any, lengths: tuple[int, int]) -> Any:

@@ -46,6 +46,7 @@ from cgplan.errors import (
     NumbersError,
     OutputShapeError,
 )
+from cgplan.graphs.fingerprint import is_ignored
 from cgplan.graphs.wrapper import GraphPool
 from cgplan.graphs.written import version_of
 from cgplan.modes import CUDAGraphMode, Key
@@ -335,6 +336,13 @@ class Calls:
         assert kind.runner
         route = kind.route(kind.sizes_of(tensors))
         is_padded = route.batch.box != route.descriptor.box
+        detector = self.learner.detector
+        assert detector
+        ignored = [
+            path for path in detector.record.changes() if is_ignored(path, self._settings.ignore)
+        ]
+        if ignored:
+            error.message += f"; ignored, and changed since the capture: {', '.join(ignored)}"
         has_changed = self.learner.relearn(kind)
         if is_padded and not has_changed:
             self.learner.give_up(kind, error.message)

@@ -52,10 +52,6 @@ from cgplan.runner.runner import GraphRunner
 from cgplan.units import counted, format_bytes, listed
 
 _MOST_WITHOUT_GRAPHS = 4  # of the latest kinds
-_OF_ENCODERS = (
-    "Set lm.forward = cgplan.graphed(lm.forward, dynamic={}), and pass one cache of yours to "
-    "lm.generate, as in docs/graphed.md, Models with an encoder."
-)
 
 
 def graphed(
@@ -276,17 +272,19 @@ class Graphed:
         mode = self._settings.compilation.cudagraph_mode
         lines = [f"{self._name}: {graphs} of {self._settings.max_graphs} {mode} graphs"]
         rows = []
-        served = [kind.notes for kind in learner.kinds if kind.stats]
+        shown = [kind.notes for kind in learner.kinds if kind.stats]
         latest = learner.kinds[-_MOST_WITHOUT_GRAPHS:]
-        for kind in learner.kinds:
-            is_news = kind.eager_reason or kind.notes not in served
-            if kind.stats or (kind in latest and is_news):
+        for kind in reversed(learner.kinds):
+            # states of one object are one row
+            if kind.stats or (kind in latest and kind.notes not in shown):
+                shown.append(kind.notes)
                 keys = kind.runner.plan.keys if kind.runner else ()
                 sizes = ", ".join(key.size for _, key in reversed(keys))
                 lost = "freed" if kind.stats else "none yet"
                 lost = "eager" if kind.eager_reason else lost
                 answered = kind.stats and kind.stats.calls
                 rows.append((sizes or lost, answered, self._notes_of(kind)))
+        rows.reverse()
         common = set(rows[0][2] if len(rows) > 1 else ())
         for _, _, notes in rows:
             common &= {*notes}
@@ -403,10 +401,10 @@ class Graphed:
 
         @functools.wraps(value)
         def generate(*args: Any, **kwargs: Any) -> Any:
-            way = "cgplan.graphed_generate(model, max_cache_len=...) sets up graphs"
-            if _has_encoder(self._wrapped):
-                way = _OF_ENCODERS
-            self._learner.tell_once(f"generate runs the model's own code. {way}")
+            self._learner.tell_once(
+                "generate runs the model's own code. cgplan.graphed_generate(model, "
+                "max_cache_len=...) sets up graphs"
+            )
             return value(*args, **kwargs)
 
         return generate
@@ -544,14 +542,15 @@ def graphed_generate(
 
     Tokens run by one graph for each number of rows, and prompts by one for each length that came
     twice before. Calls without ``past_key_values`` get a static cache, one for each of the last 8
-    numbers of rows.
+    numbers of rows; with an encoder, one for each length and number of rows of prompts.
 
     Args:
-        max_cache_len: Needed. In tokens, at least 1: those of the longest prompt and its answer.
+        max_cache_len: Needed. In tokens, at least 1: those of the longest prompt and its answer;
+            with an encoder, of the answer.
         options: As of ``graphed``, but ``dynamic``, ``sizes``, ``max_size``, ``pad`` and
             ``example``: no rows are padded.
 
-    Raises ConfigError for other options, and for models other than transformers' decoders;
+    Raises ConfigError for other options, and for other models than those of transformers;
     ``generate`` raises InputError for more tokens than the cache holds.
     """
     known = {"max_cache_len": None, **(graphed.__kwdefaults__ or {})}
@@ -564,19 +563,12 @@ def graphed_generate(
             f"max_cache_len is {max_cache_len!r:.80}, no whole number from 1",
             remedy="Give the tokens of your longest prompt and its answer: max_cache_len=1024.",
         )
-    name = type(model).__name__
-    if _has_encoder(model):
-        raise ConfigError(
-            f"{name} has an encoder, and graphed_generate serves decoders alone",
-            remedy=_OF_ENCODERS,
-        )
     if not hasattr(type(model), "generate") or not cache_argument(model):
         raise ConfigError(
-            f"{name} is no model of transformers with a KV cache",
+            f"{type(model).__name__} is no model of transformers with a KV cache",
             remedy="Pass the model itself, with its LM head: `lm`, not `lm.generate`; "
             "`AutoModelForCausalLM.from_pretrained(...)`, `pipe.model`, "
-            "`peft_model.get_base_model()`, or what you gave to `torch.compile` or `graphed`. For "
-            "Mamba: docs/graphed.md, Options and models without graphs.",
+            "`peft_model.get_base_model()`, or what you gave to `torch.compile` or `graphed`.",
         )
     forward = model.forward
     if isinstance(forward, Graphed):  # of an earlier call
@@ -584,16 +576,15 @@ def graphed_generate(
     g: Graphed = graphed(forward, dynamic={}, **options)
     compilation = vars(g)["_settings"].compilation
     is_piecewise = compilation.cudagraph_mode is CUDAGraphMode.PIECEWISE
-    is_traced = is_piecewise and compilation.segments_from == "ops"
+    tracing = ""
+    if is_piecewise and compilation.segments_from == "ops":
+        tracing = "PIECEWISE by operators"
     if compilation.compiler != "eager":
+        tracing = f"compiler {compilation.compiler}"
+    if tracing:
         raise ConfigError(
-            f"compiler {compilation.compiler} traces the forward, and its cache is in no trace",
-            remedy="Leave compiler out.",
-        )
-    if is_traced:
-        raise ConfigError(
-            "PIECEWISE by operators traces the forward, and its cache is in no trace",
-            remedy="Leave cudagraph_mode out, or split the model by splitting_modules, such as "
+            f"{tracing} traces the forward, and its cache is in no trace",
+            remedy="Leave it out, or split the model by splitting_modules, such as "
             '["model.layers.*.self_attn"].',
         )
     learner = vars(g)["_learner"]
@@ -620,10 +611,6 @@ def _again(
         g = Graphed(forward, settings)
         vars(g)["generate"] = generate
     return g
-
-
-def _has_encoder(model: Any) -> bool:
-    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
 class _Generate:
@@ -686,11 +673,17 @@ class _Generate:
             self._tell(reason)
             with setting(vars(model.forward)["_calls"].own_code_reason, reason):
                 return run()
-        if option("guidance_scale", 1) != 1:
-            self._tell("with guidance_scale the unconditional half runs eagerly")
         if option("cache_implementation"):
             given["cache_implementation"] = None
-        refuse = self._refuses_length(prompt.shape[1], option)
+        length = prompt.shape[1]
+        encoded = 0
+        if model.config.is_encoder_decoder:
+            encoded = length
+            begin = given.get("decoder_input_ids")
+            length = 1 if begin is None else begin.shape[1] + 1  # a start token may be added
+            # BART would ask the device for the length of its own
+            given.setdefault("decoder_attention_mask", prompt.new_ones(len(prompt), length))
+        refuse = self._refuses_length(length, option)
         if refuse:
             given["custom_generate"] = refuse  # after transformers has looked at the arguments
             return run()
@@ -701,7 +694,7 @@ class _Generate:
             generation_config.disable_compile = True
         with self._lock:
             given[str(cache_argument(model))] = self._cache_of(
-                len(prompt) * option("num_return_sequences", 1)
+                len(prompt) * option("num_return_sequences", 1), encoded
             )
             self._thread = threading.get_ident()
             try:
@@ -725,7 +718,7 @@ class _Generate:
         if 0 < self._window < longest:
             hint = (
                 f" (above {self._window}, its window, this model has no graphs here: "
-                "cgplan.load_model serves longer texts, docs/serving.md)"
+                "cgplan.load_model serves longer texts, docs/graphed.md)"
             )
 
         def refuse(*_: Any, **__: Any) -> Never:
@@ -748,7 +741,7 @@ class _Generate:
             "use_cache=False": not option("use_cache", True),
             "autocast": torch.is_autocast_enabled(model.device.type),  # a static cache: one dtype
             "alibi": getattr(model.config, "alibi", False),  # Falcon's mask has the prompt's length
-            "no input_ids": prompt is None,
+            "no input_ids": prompt is None or model.main_input_name != "input_ids",
             f"input_ids of type {type(prompt).__name__} (pass a tensor)": not isinstance(
                 prompt, Tensor | None
             ),
@@ -759,6 +752,8 @@ class _Generate:
                 model, "_can_compile_fullgraph", True
             ),
         }
+        if option("guidance_scale", 1) != 1:
+            self._tell("with guidance_scale the unconditional half runs eagerly")
         other = []
         for name in _OTHER_CACHES:
             value = option(name)
@@ -769,6 +764,7 @@ class _Generate:
         hint = ""
         if not other and any(self._new_cache().is_sliding):  # they count tokens in Python
             other = ["sliding or chunked attention"]
+            hint = "; no max_cache_len has graphs"
             if self._window:
                 hint = f"; max_cache_len={self._window}, the window, has graphs"
         return other and (
@@ -784,20 +780,28 @@ class _Generate:
     def _tell(self, text: str) -> None:
         vars(self.model.forward)["_learner"].tell_once(text)
 
-    def _new_cache(self) -> Any:
-        from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWindowLayer
+    def _new_cache(self, encoded: int = 0) -> Any:
+        from transformers.cache_utils import (
+            EncoderDecoderCache,
+            StaticCache,
+            StaticLayer,
+            StaticSlidingWindowLayer,
+        )
 
         longest = self._max_cache_len
-        cache = StaticCache(self.model.config, max_cache_len=longest)
+        cache: Any = StaticCache(self.model.config, max_cache_len=longest)
         for at, layer in enumerate(cache.layers):
             # each text is within the window
             if type(layer) is StaticSlidingWindowLayer and longest <= self._window:
                 cache.layers[at] = StaticLayer(longest)
+        if encoded:
+            of_prompt = StaticCache(self.model.config, max_cache_len=encoded)
+            cache = EncoderDecoderCache(cache, of_prompt)
         return cache
 
-    def _cache_of(self, rows: int) -> Any:
+    def _cache_of(self, rows: int, encoded: int) -> Any:
         is_inference = torch.is_inference_mode_enabled()  # its tensors are not written outside
-        key = rows, self.model.dtype, self.model.device, is_inference
+        key = rows, encoded, self.model.dtype, self.model.device, is_inference
         cache = self.caches.pop(key, None)
         if cache is None:
             if len(self.caches) >= _MOST_CACHES:
@@ -807,7 +811,7 @@ class _Generate:
                     f"generate keeps {_MOST_CACHES} caches with graphs, by number of rows and "
                     "inference_mode, and got more: fill batches up to a few numbers of rows"
                 )
-            cache = self._new_cache()
+            cache = self._new_cache(encoded)
         self.caches[key] = cache  # the last one used
         cache.reset()
         return cache

@@ -46,11 +46,9 @@ BATCH = "batch"
 _MOST_NOTES = 16
 _NOTHING_VARIES = "nothing varies: each shape has its graph"
 _DYNAMIC = 'Pass dimensions by input: dynamic={"x": {0: "batch"}}.'
-_COMPILATION = 'Pass settings by name: compilation={"on_miss": "error"}.'
 _PAD = 'Pass values by input: pad={"x": -1}.'
 _SIZES = "Pass a list of sizes, or the name of a ladder: sizes=[1, 2, 4]."
 _MAX_GRAPHS = "Pass a number: max_graphs=16."
-_STRICT = "Pass strict=True, or leave it out."
 _MOST_KINDS = 256
 _MANY_SHAPES = 16
 _MANY_OBJECTS = 2
@@ -58,7 +56,6 @@ _MOST_STATES = 2  # of one object that graphs serve: new, and filled
 NEW_STATES = "an object argument is new or in another state at each call"
 _EXACT = "so nothing is padded, and each shape has its own graph"
 logger = logging.getLogger(__name__)
-_IGNORE = 'Pass a list: ignore=["model.calls"].'
 
 NamedShapes = dict[str, list[int | str]]
 
@@ -84,9 +81,14 @@ class Settings:
         _refuse_other("sizes", self.sizes, Sequence, _SIZES)
         if isinstance(self.ignore, str):
             self.ignore = (self.ignore,)
-        _refuse_other("ignore", self.ignore, Sequence, _IGNORE)
-        _refuse_other("compilation", self.compilation, Mapping, _COMPILATION)
-        _refuse_other("strict", self.strict, bool, _STRICT)
+        _refuse_other("ignore", self.ignore, Sequence, 'Pass a list: ignore=["model.calls"].')
+        _refuse_other(
+            "compilation",
+            self.compilation,
+            Mapping,
+            'Pass settings by name: compilation={"on_miss": "error"}.',
+        )
+        _refuse_other("strict", self.strict, bool, "Pass strict=True, or leave it out.")
         if self.grad not in ("recompute", None):
             raise ConfigError(f"grad is {self.grad!r}", remedy="Choose recompute or None.")
         most = 1 << 20 if self.sizes else self.max_size or 1 << 20
@@ -272,7 +274,9 @@ class Learner:
             text = f"captured again, as the first call with {', '.join(new)} changed {first}"
         if len(changes) > 1:
             text += f", and {counted(len(changes) - 1, 'more change')}"
-        text += first.hint(changes)
+        text += first.hint(changes) or (
+            "; answers are right from here on, and each change costs a capture"
+        )
         is_moved = all(change.is_move for change in changes)
         if self.detector.is_late:
             text += (
@@ -304,7 +308,7 @@ class Learner:
             for pattern in self.settings.ignore:
                 if not any(is_ignored(path, [pattern]) for path in paths):
                     hint = did_you_mean(pattern, paths, "; did you mean {!r}?", cutoff=0.75)
-                    self.tell_once(f"ignore names {pattern!r}, where nothing is compared{hint}")
+                    self.tell_once(f"ignore names {pattern!r}, where nothing is compared yet{hint}")
                 for module in record.modules()[0]:
                     if is_ignored(module.path, [pattern]):
                         self.tell_once(

@@ -213,7 +213,7 @@ class Change:
         subject = self.subject
         if subject.endswith((".requires_grad", ".training")):
             return ""
-        ignorable = {*PLAIN, Stateful} - {type(None)}
+        ignorable = {*PLAIN, Stateful} - {type(None), bool}  # a flag decides
         if subject != self.path:
             ignorable = {*PLAIN, type(ABSENT), dict, list, tuple}
         is_ignorable = {type(self.was), type(self.now)} <= ignorable

@@ -224,6 +224,11 @@ def read_config(config: Mapping[str, Any] | None, config_file: str | None) -> An
             f"{where} does not describe a {kind}: {error}",
             remedy="Compare it with a published config.json.",
         ) from error
+    if found.is_encoder_decoder:
+        logger.warning(
+            "the model has an encoder, and this is its decoder alone; for the whole model: "
+            "docs/graphed.md, Models with an encoder"
+        )
     for name in map(str, config):
         hint = did_you_mean(name, vars(usual), cutoff=_NEAR)
         is_known = hasattr(usual, name) or hasattr(usual, f"_{name}")

@@ -22,8 +22,8 @@ _load_numbers = itertools.count()
 _SHAPE_OF_TARGET = "Write package.module:callable, path/to/file.py:callable, or transformers."
 
 
-# of transformers; 5.24 has the first one, and 5.17 the second
-CACHE_ARGUMENTS = ("cache", "past_key_values")
+# of transformers: Mamba's, and others' since 5.24 and before
+CACHE_ARGUMENTS = ("cache_params", "cache", "past_key_values")
 
 
 def cache_argument(model: object) -> str | None:

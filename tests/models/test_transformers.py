@@ -120,11 +120,23 @@ def test_a_place_beyond_the_cache_and_more_rows_than_it_has_are_told() -> None:
     assert "list sizes up to 4" in refused.value.remedy
 
 
+def test_of_a_model_with_an_encoder_the_decoder_alone_is_loaded_and_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    sides = {f"{side}_ffn_dim": 32 for side in ("encoder", "decoder")}
+    bart = {"model_type": "bart", "vocab_size": 61, "d_model": 32, "decoder_layers": 1, **sides}
+    load(config={**bart, "decoder_attention_heads": 4, "encoder_layers": 1})
+    assert "the model has an encoder, and this is its decoder alone" in caplog.text
+    caplog.clear()
+    load(config=QWEN3)
+    assert not caplog.text
+
+
 def test_a_cache_that_is_longer_than_the_positions_is_told(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     load(config=KINDS["gpt2"], max_cache_len=64)
-    assert not caplog.text
+    assert "max_cache_len" not in caplog.text
     load(config=KINDS["gpt2"], max_cache_len=65)
     assert "max_cache_len is 65, and max_position_embeddings of the model is 64" in caplog.text
 
