@@ -352,12 +352,19 @@ def _wait(results: Any) -> None:
 def replay(steps: list[Step]) -> None:
     # tensors of inference mode may be written only there; autocast did its part
     with torch.inference_mode(), torch.autocast("cpu", enabled=False):
-        posted: list[Any] = []
+        posted = list[Any]()
         for step in steps:
             if posted and not step.is_posted:
                 _wait(posted)
                 posted.clear()
-            result = step.call()
+            try:
+                result = step.call()
+            except Exception as error:
+                error.add_note(
+                    f"A graph replayed {step.operator}. If an index is out of bounds, an input is, "
+                    "such as `positions` from max_cache_len on; a GPU would stop the process."
+                )
+                raise
             if step.is_posted:
                 posted.append(result)
             if step.copies:

@@ -281,9 +281,9 @@ class Graphed:
                 keys = kind.runner.plan.keys if kind.runner else ()
                 sizes = ", ".join(key.size for _, key in reversed(keys))
                 lost = "freed" if kind.stats else "none yet"
-                lost = "eager" if kind.eager_reason else lost
-                answered = kind.stats and kind.stats.calls
-                rows.append((sizes or lost, answered, self._notes_of(kind)))
+                if kind.eager_reason:
+                    lost = "eager"
+                rows.append((sizes or lost, kind.stats and kind.stats.calls, self._notes_of(kind)))
         rows.reverse()
         common = set(rows[0][2] if len(rows) > 1 else ())
         for _, _, notes in rows:

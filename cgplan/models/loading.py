@@ -19,7 +19,6 @@ from torch import nn
 from cgplan.errors import CgplanError, ModelError, did_you_mean
 
 _load_numbers = itertools.count()
-_SHAPE_OF_TARGET = "Write package.module:callable, path/to/file.py:callable, or transformers."
 
 
 # of transformers: Mamba's, and others' since 5.24 and before
@@ -110,7 +109,10 @@ def call_target(
             kwargs["config_file"] = str(find_file(str(config_file), base_dir))
     source, _, attribute = target.rpartition(":")
     if not source or not attribute:
-        raise ModelError(f"model target {target!r} is malformed", remedy=_SHAPE_OF_TARGET)
+        raise ModelError(
+            f"model target {target!r} is malformed",
+            remedy="Write package.module:callable, path/to/file.py:callable, or transformers.",
+        )
     path = find_file(source, base_dir) if source.endswith(".py") else None
     with _importable(Path.cwd() if path is None else path.parent):
         with _blaming(f"importing {source}"):

@@ -120,6 +120,19 @@ def test_a_place_beyond_the_cache_and_more_rows_than_it_has_are_told() -> None:
     assert "list sizes up to 4" in refused.value.remedy
 
 
+def test_a_replay_of_a_place_beyond_the_cache_says_which_input_it_is() -> None:
+    model = load(config=QWEN3)
+    g = cgplan.graphed(model, dynamic={})
+    for place in range(4):
+        g(torch.tensor([3]), torch.tensor([place]))
+    assert g.graph_calls
+    with pytest.raises(RuntimeError, match="out of bounds") as caught:
+        g(torch.tensor([3]), torch.tensor([16]))
+    (note,) = caught.value.__notes__
+    assert note.startswith("A graph replayed aten::scatter_")
+    assert "`positions` from max_cache_len on" in note
+
+
 def test_of_a_model_with_an_encoder_the_decoder_alone_is_loaded_and_told(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
