@@ -127,8 +127,9 @@ def check_vllm(
     else:
         assert saved
         plan = load_plan(saved)
+    captures = "vLLM captures" if read else "The plan has"
     said = [
-        f"vLLM captures {plan.graph_words} in mode {plan.mode}, sizes in tokens: "
+        f"{captures} {plan.graph_words} in mode {plan.mode}, sizes in tokens: "
         f"{describe_sizes(sorted({key.num_tokens for _, key in plan.keys}))}",
         *describe_batches(plan),
     ]
@@ -151,15 +152,6 @@ def check_vllm(
             if others:
                 nbytes = predicted.total_bytes
     typer.echo(wrapped("\n".join(said)))
-    if log and (read or not any(log.other_memory(plan))):
-        for line in log.kv_cache(plan, nbytes, utilization, gpu_gib):
-            typer.echo(wrapped(line))
-    if read and read.lost:
-        raise PlanError(
-            "vLLM does not capture all that was asked for\n  - " + "\n  - ".join(read.lost),
-            remedy="Give the sizes of batches as cudagraph_capture_sizes, in decode multiples of "
-            f"{plan.query_len}, the largest included, and no max_cudagraph_capture_size.",
-        )
     if others and not read:
         own = plan.emission
         emission = own if own and own.engine == "vLLM" else emit(plan, "vllm")
@@ -174,6 +166,14 @@ def check_vllm(
                 "of --plan, which is for the log of a new start."
             )
         raise PlanMismatchError(f"{saved}: {others[0]}", remedy=remedy)
+    for line in log.kv_cache(plan, nbytes, utilization, gpu_gib) if log else ():
+        typer.echo(wrapped(line))
+    if read and read.lost:
+        raise PlanError(
+            "vLLM does not capture all that was asked for\n  - " + "\n  - ".join(read.lost),
+            remedy="Give the sizes of batches as cudagraph_capture_sizes, in decode multiples of "
+            f"{plan.query_len}, the largest included, and no max_cudagraph_capture_size.",
+        )
     for far in log.overrun(plan) if log else ():
         raise PlanMismatchError(f"{saved}: {far}", remedy=f"Plan again with --costs {file}.")
 

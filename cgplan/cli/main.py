@@ -117,7 +117,8 @@ class _Commands(TyperGroup):
             elif any(option in each.opts[:1] for each in self.commands["plan"].params):
                 hint = (
                     "Of `cgplan plan`: a saved plan holds its settings, SLO and budget; `plan "
-                    "check --traffic FILE` takes saved metrics"
+                    "check --traffic FILE` takes saved metrics; `vllm check` has only options of "
+                    "vLLM, and the attention of --log"
                 )
             elif near and option != "--model":
                 hint = ""

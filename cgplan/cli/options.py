@@ -429,6 +429,9 @@ class Loads:
     step_times: Path | None = file_option(
         "Step times: a bench report, a table, or an engine's benchmark."
     )
+    lora_step_times: Path | None = file_option(
+        "Beside --step-times: of steps that all have adapters, such as a log of them alone."
+    )
     objective: Objective = Objective.robust
     insurance: float | None = None
     from_stats: str | None = None
@@ -443,13 +446,17 @@ class Loads:
         return list(self.traffic or ()) if self.from_stats is None else [(self.from_stats, 1.0)]
 
     @property
+    def measured(self) -> dict[str, Path | None]:
+        return {"--step-times": self.step_times, "--lora-step-times": self.lora_step_times}
+
+    @property
     def scales(self) -> tuple[float, ...]:
         return tuple(self.speedup * scaled for scaled in self.scale)
 
     @property
     def is_recorded(self) -> bool:
-        is_default = self.objective is Objective.robust
-        said = self.weights or self.insurance is not None or not is_default
+        is_other = self.objective is not Objective.robust
+        said = self.weights or self.insurance is not None or is_other
         speeds = [self.replicas or 1, *self.scales, *(speed for _, speed in self.files)]
         return not said and set(speeds) == {1}
 

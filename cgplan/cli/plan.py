@@ -216,7 +216,10 @@ def run_plan(
     given = vllm.options if vllm else NO_OPTIONS
     if request.sglang is not None:
         given = read_sglang(request.sglang)
-    given = given._replace(costs=request.costs or "", output=str(request.output or ""))
+    given = given._replace(
+        again=_options({"--costs": request.costs, **loads.measured}),
+        rounded=_options({"--costs": request.costs, "--output": request.output}),
+    )
     engine = request.engine
     path = None if vllm else request.path
     loaded = vllm.loaded if vllm else read_config(request.path, settings)
@@ -224,7 +227,8 @@ def run_plan(
     loaded = _as_engine_runs(loaded, engine, is_read=path is None)
     config = loaded.config
     files = [file for file, _ in loads.files]
-    check_outputs((request.output, request.html), (path, *files, loads.step_times, request.costs))
+    measured = loads.measured.values()
+    check_outputs((request.output, request.html), (path, *files, *measured, request.costs))
     _check_loads(config, loads)
     has_traffic = files or config.traffic
     if request.emit or has_traffic:
@@ -323,8 +327,8 @@ def run_check(path: Path, loads: Loads, max_regret: float | None, shown: Shown) 
             workspace_bytes=plan.predicted.workspace_bytes,
         )
     command = _command_anew(path, plan, loads, rules)
-    lifted = f"{command} --mode best --memory none"
-    check = Planner(times, sources, costs, **rules).check(config, plan, lifted)
+    planner = Planner(times, sources, costs, **rules)
+    check = planner.check(config, plan, f"{command} --mode best --memory none")
     shown.publish(check)
     if check.slo_missed:
         raise RegretError(
@@ -343,10 +347,12 @@ def _command_anew(path: Path, plan: Plan, loads: Loads, rules: Mapping[str, Any]
     from cgplan.optimizer.decisions import INSURANCE
 
     command: str = getattr(plan.emission, "command", "") or "cgplan plan FILE"
+    command, *known = command.partition(" --step-times")
     for file, speed in loads.files:
         name = str(file) if speed == 1 else f"{file}@{speed:g}x"
         command += f" --traffic {shlex.quote(name)}"
     repeated = {
+        "--output": path.with_stem(f"new-{path.stem}"),
         "--weights": ",".join(map("{:g}".format, loads.weights or ())),
         "--scale": ",".join(map("{:g}".format, loads.scale)),
         "--speedup": loads.speedup,
@@ -355,14 +361,19 @@ def _command_anew(path: Path, plan: Plan, loads: Loads, rules: Mapping[str, Any]
         "--objective": rules.get("objective"),
         "--insurance": rules["insurance"],
     }
-    for option, given in repeated.items():
-        if given not in (None, "", 1, "1", Objective.robust, INSURANCE):
-            command += f" {option} {given}"
+    command += _options(repeated, 1, "1", Objective.robust, INSURANCE)
     for goal in rules.get("slo", ()):
         command += f" --slo {goal.name}={goal.microseconds:.12g}us"
-    times = shlex.quote(str(loads.step_times or "FILE"))
-    output = shlex.quote(str(path.with_stem(f"new-{path.stem}")))
-    return f"{command} --step-times {times} --output {output}"
+    return command + (_options(loads.measured) or "".join(known) or " --step-times FILE")
+
+
+def _options(given: Mapping[str, object], *usual: object) -> str:
+    """Those with another value than by default, each after a space."""
+    told = ""
+    for option, value in given.items():
+        if value not in (None, "", *usual):
+            told += f" {option} {shlex.quote(str(value))}"
+    return told
 
 
 def announcements(plan: Plan) -> Iterator[str]:
@@ -391,6 +402,12 @@ def _check_loads(config: Config, loads: Loads) -> None:
         raise ConfigError(
             f"{listed(named)}: no traffic was given",
             remedy="Give --traffic FILE, or a `traffic` section in the configuration.",
+        )
+    if loads.lora_step_times and not (loads.step_times and config.lora):
+        raise ConfigError(
+            f"--lora-step-times {loads.lora_step_times}: no other step times, or no adapters",
+            remedy="Give --step-times, too, of steps without adapters, and --enable-lora, or a "
+            "`lora` section.",
         )
     if loads.weights and len(loads.weights) != len(loads.files):
         raise ConfigError(
@@ -574,16 +591,23 @@ def _times_of(
 
     times, log = StepTimes.default(), None
     doubts = [*priced.doubts]
-    file = loads.step_times
     in_step = config.distributed.data_parallel_sync
-    if file:
+    for file in filter(None, loads.measured.values()):
         text = read_text(file, StepTimeError, REMEDY)  # once: it may be a pipe
-        log = StartLog.parse(text)
-        doubts += _doubts(text, log, file, config, priced)
-        times = StepTimes.parse(text, file, in_step=in_step)
-    start = log or priced.log
-    if start and start.ranks > 1 and not (in_step and replicas == start.ranks):
-        doubts.append(start.ranks_missing)
+        started = StartLog.parse(text)
+        log = log or started
+        doubts += _doubts(text, started, file, config, priced)
+        own = StepTimes.parse(text, file, in_step=in_step)
+        times = own if file is loads.step_times else times.beside(own)
+    starts = list(filter(None, (log, priced.log)))
+    doubts += {start.lowering for start in starts if start.support is not None}
+    ranks = max([start.ranks for start in starts], default=1)
+    if ranks > 1 and not (in_step and replicas == ranks):
+        doubts.append(
+            f"the log is of {ranks} data-parallel ranks: for requests of all give "
+            f"--data-parallel-size {ranks}; for a mixture of experts also --set "
+            "distributed.data_parallel_sync=true"
+        )
     return times.changed(unsure=(*doubts, *times.unsure)), log
 
 
@@ -598,9 +622,6 @@ def _doubts(
     model = priced.costs and priced.costs.model
     if log and model and log.model not in (None, model):
         yield f"{subject} are of {log.model}, the costs of {model}"
-    start = priced.log or log
-    if start and start.support is not None:
-        yield start.lowering
     if not re.search(r'"kind":\s*"bench"', text):
         return
     from cgplan.reports.run_tables import unsure

@@ -689,8 +689,7 @@ class CompilationConfig(Section):
         if isinstance(sizes, tuple) and maximum is not None and max(sizes) != maximum:
             raise ValueError(
                 f"max_cudagraph_capture_size is {maximum}, but the largest of "
-                f"cudagraph_capture_sizes is {max(sizes)}; remove one of the two, or take one back "
-                "with --set KEY=null"
+                f"cudagraph_capture_sizes is {max(sizes)}; remove one of the two, or set it to null"
             )
         return self
 

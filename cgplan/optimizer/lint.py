@@ -10,7 +10,7 @@ import numpy as np
 
 from cgplan.modes import CUDAGraphMode
 from cgplan.optimizer.problem import Run, largest_of
-from cgplan.planning.plan import Lane, Plan, lanes_of
+from cgplan.planning.plan import LARGEST_DEFAULT_SIZE, Lane, Plan, lanes_of
 from cgplan.traffic.histogram import StepShape
 from cgplan.traffic.step_times import ABOUT, OF_ANOTHER_MODEL
 from cgplan.units import counted, format_microseconds, from_to, grouped, listed
@@ -159,14 +159,20 @@ def _unmeasured_sizes(plan: Plan, run: Run) -> Iterator[str]:
     for lane, sizes in plan.lanes().items():
         most = run.times.measured_at(lane.mode, lane.num_active_loras)[-1]
         beyond = [size for size in sizes if size > ABOUT * most]
-        if beyond:
-            start = f"--max-cudagraph-capture-size {beyond[-1]}"
-            if lane.uniform and plan.query_len > 1:
-                start += f" --max-num-seqs {beyond[-1]}, without drafts"
+        if beyond and lane.mode in {curve.mode for curve in run.times.curves}:
+            largest = beyond[-1]
+            tokens = plan.max_num_seqs * plan.query_len
+            start = f"{'no drafts and ' * (plan.query_len > 1)}--max-num-seqs {tokens}"
+            steps = f"steps of {most + 1} to {largest} tokens"
+            if lane.uniform:
+                steps = f"up to {largest} requests at once"
+            if largest > min(2 * tokens, LARGEST_DEFAULT_SIZE):  # vLLM's own sizes end there
+                in_ladder = min(-(-largest // 16) * 16, plan.max_num_batched_tokens)
+                start += f" and --max-cudagraph-capture-size {in_ladder}"
             text = (
                 f"steps were measured up to {counted(most, 'token')}, the gain of {listed(beyond)} "
                 f"is extrapolated; to leave it out, write max_cudagraph_capture_size {most}, and "
-                f"no list of sizes; to measure it: starts of vLLM with {start}, or a bench"
+                f"no list of sizes; to measure it: send {steps} to vLLM with {start}, or a bench"
             )
             found.append((text, str(lane)))
     for text, names in grouped(found).items():

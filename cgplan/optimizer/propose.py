@@ -522,8 +522,8 @@ class PlannedGraphs:
         if has_adapters and not any(curve.num_active_loras for curve in run.times.curves):
             unsure.append(
                 "steps with adapters were not measured: taken as "
-                f"{run.times.lora_overhead:.0%} longer; vLLM's log does not tell them, a table "
-                "with num_active_loras does (docs/planning.md, LoRAs in step times)"
+                f"{run.times.lora_overhead:.0%} longer; --lora-step-times tells them "
+                "(docs/planning.md, LoRAs in step times)"
             )
         binding = self._binding()
         price = inputs.price(plan.keys)

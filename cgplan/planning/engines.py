@@ -89,7 +89,8 @@ class EngineOptions(NamedTuple):
         decided: Options given for what the plan decides.
         kept: Keys of vLLM's compilation config that no plan decides.
         ladder: Options that change vLLM's ladder, each after a space.
-        costs, output: As the command that plans has them.
+        again, rounded: Options of files for commands that plan, after a space: for other traffic,
+            and for rounded sizes.
     """
 
     multiple: int = 1
@@ -98,8 +99,8 @@ class EngineOptions(NamedTuple):
     decided: tuple[str, ...] = ()
     kept: Mapping[str, Any] = MappingProxyType({})
     ladder: str = ""
-    costs: str = ""
-    output: str = ""
+    again: str = ""
+    rounded: str = ""
 
 
 NO_OPTIONS = EngineOptions()
@@ -415,15 +416,16 @@ def _vllm(plan: Plan, given: EngineOptions) -> Emission:
     notes = []
     if not is_v2:
         sizes = _sizes(plan, *RUNTIME_MODES)
-    if not is_v2 and q > 1 and mode.has_mode(CUDAGraphMode.FULL):
-        # vLLM itself would drop sizes that round up past its maximum
-        limit = plan.max_num_batched_tokens // q * q
-        rounded = _unique(min(-(-size // q) * q, limit) for size in sizes if limit)
-        if rounded != sizes:
-            sizes = rounded
-            notes.append(
-                f"sizes were rounded up to multiples of {q}, the tokens of a request, as vLLM does"
-            )
+        if q > 1 and mode.has_mode(CUDAGraphMode.FULL):
+            # vLLM itself would drop sizes that round up past its maximum
+            limit = plan.max_num_batched_tokens // q * q
+            rounded = _unique(min(-(-size // q) * q, limit) for size in sizes if limit)
+            if rounded != sizes:
+                sizes = rounded
+                notes.append(
+                    f"sizes were rounded up to multiples of {q}, the tokens of a request, as vLLM "
+                    "does"
+                )
     by_count = any(0 < case <= most for case in plan.lora_cases)
     bounds = (
         f"--max-num-seqs {plan.max_num_seqs} --max-num-batched-tokens {plan.max_num_batched_tokens}"
@@ -447,12 +449,11 @@ def _vllm(plan: Plan, given: EngineOptions) -> Emission:
             "with enable_sp vLLM drops sizes that are no multiple of --tensor-parallel-size, and "
             f"does not start if the largest is none: these are multiples of {step}. For "
             "multiples of 8 plan without --traffic and --step-times: "
-            f"`{_command(plan, again, bounds, given.costs, given.output)}`"
+            f"`{_command(plan, again, bounds)}{given.rounded}`"
         )
     text = json.dumps(config)
-    asked = kept
-    if plan.largest_allowed:
-        asked = {**kept, "max_cudagraph_capture_size": plan.largest_allowed}
+    largest = plan.largest_allowed
+    asked = {**kept, "max_cudagraph_capture_size": largest} if largest else kept
     read = read_vllm(
         text,
         max_num_seqs=plan.max_num_seqs,
@@ -476,6 +477,8 @@ def _vllm(plan: Plan, given: EngineOptions) -> Emission:
             f"and `{named}--spec-tokens {q - 1}` to `cgplan vllm check`"
         )
     is_v1 = not is_v2 and (q > 1 or "cudagraph_specialize_lora" in kept)
+    if is_v1:
+        notes.append("made for model runner V1: add `--runner v1` to `cgplan vllm check`")
     return Emission(
         engine="vLLM",
         version=VERSIONS["vLLM"],
@@ -484,17 +487,11 @@ def _vllm(plan: Plan, given: EngineOptions) -> Emission:
         # else both runners capture the same
         environment=("VLLM_USE_V2_MODEL_RUNNER=0",) if is_v1 else (),
         notes=tuple(notes),
-        command=_command(plan, asked, bounds + given.ladder, given.costs),
+        command=_command(plan, asked, bounds + given.ladder) + given.again,
     )
 
 
-def _command(
-    plan: Plan,
-    compilation: Mapping[str, Any],
-    bounds: str,
-    costs: str,
-    output: str = "",
-) -> str:
+def _command(plan: Plan, compilation: Mapping[str, Any], bounds: str) -> str:
     command = f"cgplan plan --vllm {shlex.quote(json.dumps(compilation))} {bounds}"
     if plan.key_rules != "vllm_v2":
         command += " --runner v1"
@@ -503,9 +500,6 @@ def _command(
     for name, value in plan.simulated.get("speculative", {}).items():
         option = "--speculative-method " if name == "method" else f"--set speculative.{name}="
         command += f" {option}{value}"
-    for option, file in (("--costs", costs), ("--output", output)):
-        if file:
-            command += f" {option} {shlex.quote(file)}"
     return command
 
 

@@ -130,8 +130,7 @@ class StartLog:
                 cases = -(-count // len(sizes))  # of LoRA
                 largest = sizes[count // cases - 1]
             graphs[CUDAGraphMode[name]] = count, largest
-        profiles = "\n".join(_PROFILED.findall(text))
-        for name, count, largest in _GROUP.findall(profiles):
+        for name, count, largest in _GROUP.findall("\n".join(_PROFILED.findall(text))):
             graphs[CUDAGraphMode[name]] = int(count), int(largest)
         reserved = 0.0
         if "CUDA graph memory profiling is enabled" in text:
@@ -172,14 +171,6 @@ class StartLog:
     def lowering(self) -> str:
         return f"vLLM lowered the mode to {self.mode}: its attention_support is {self.support}"
 
-    @property
-    def ranks_missing(self) -> str:
-        return (
-            f"the log is of {self.ranks} data-parallel ranks: for requests of all give "
-            f"--data-parallel-size {self.ranks}; for a mixture of experts also --set "
-            "distributed.data_parallel_sync=true"
-        )
-
     def doubts(self, plan: Plan) -> Iterator[str]:
         """Why its figures may not be those of these graphs of vLLM."""
         if self.support is not None:
@@ -188,8 +179,9 @@ class StartLog:
             had, has = getattr(self, bound), getattr(plan, bound)
             if had not in (0, has):
                 yield f"the log is of --{bound.replace('_', '-')} {had}, not {has}"
-        is_drafted = plan.query_len > 1
-        if (is_drafted and self.drafts is None) or (plan.max_loras and self.max_loras is None):
+        if (plan.query_len > 1 and self.drafts is None) or (
+            plan.max_loras and self.max_loras is None
+        ):
             yield (
                 "the log does not tell its speculative tokens or --max-loras, which may be others: "
                 "give it from its first line"
@@ -355,17 +347,15 @@ class StartLog:
         size = f"{left:.2f} GiB on each GPU"
         if self.kv_token_bytes:
             size += f", {left * GIB / self.kv_token_bytes:,.0f} tokens"
+        if total * share == today and self.sizes:
+            change = "less" if left < used else "more"
+            size += f", {abs(left - used):.2f} GiB {change} than today"
         bound = f" {self.max_num_batched_tokens}" if self.max_num_batched_tokens else ""
         yield (
             f"--kv-cache-memory-bytes {left * GIB:.0f} ({size}): {total:g} GiB of the GPU x "
             f"--gpu-memory-utilization {share:g}, less {rest:.2f} GiB for all else, at the log's "
             f"--max-num-batched-tokens{bound}, of it {format_bytes(graph_bytes)} for graphs"
         )
-        if total * share == today and left < used and self.sizes:
-            yield (
-                f"that is {used - left:.2f} GiB less than today, for the graphs and 150 MiB to "
-                "spare"
-            )
 
 
 def _ranks_of(text: str) -> int:

@@ -384,10 +384,12 @@ def _answer(
         limits = ", --".join(evidence.binding).replace("_", "-")
         remedy = "keep those if these steps matter, or add --scale 1,2,4 --objective worst"
         if limits:
-            other = "smaller" if "slo" in evidence.binding else "larger"
-            remedy = f"a {other} --{limits} shortens it"
+            remedy = f"a larger --{limits} shortens it"
         if "slo" in evidence.binding:
-            remedy += "; the SLO holds at the loads given alone: --scale 1,2 adds one"
+            remedy = (
+                "a smaller --slo shortens it; the SLO holds at the loads given alone: --scale 1,2 "
+                "adds one"
+            )
         rows.append(("warning", f"{worst.source}: {took}; {remedy}"))
     told = [row for row in said(plan, brief=not whole) if row not in rows]
     rows.append(("step times", evidence.times_source))
@@ -531,7 +533,7 @@ def _assumptions(plan: Plan, evidence: Evidence) -> Iterator[Fact]:
         yield "insurance", f"{evidence.insurance:.0%} {unseen} = {plan.max_num_seqs}"
     loads = evidence.loads
     if evidence.other_loads:
-        names = dict.fromkeys(load.source.partition(":")[0] for load in loads[1:])
+        names = dict.fromkeys(load.source.partition(" (")[0] for load in loads[1:])
         told = f"{evidence.other_loads:.0%} of steps: {', '.join(names)}"
         longest = max(map(_longer, loads))
         yield "loads", f"{told}; steps {longest:+z.1%} at worst"

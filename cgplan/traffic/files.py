@@ -334,7 +334,7 @@ def json_rows(
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MORE_LORAS = (
     "Plan with a `lora` section, such as `lora: {max_loras: 4}`, or a larger number; with --vllm "
-    "by --enable-lora --max-loras 4."
+    "by --enable-lora --max-loras 4: vLLM ignores the second without the first."
 )
 _TIMEOUT_SECONDS = 5.0
 _MOST_US = 1e17  # the year 5138

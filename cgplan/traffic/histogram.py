@@ -210,7 +210,7 @@ class Traffic(Record):
         for shape, weight in steps:
             left -= weight
             if left <= 0:
-                source = f"p99 of decode: {shape.num_tokens} tokens; {self.source}"
+                source = f"p99 of decode ({shape.num_tokens} tokens) of {self.source}"
                 return Traffic.of({shape: 1.0}, source, apart=self.apart)
         return None
 

@@ -198,7 +198,7 @@ def simulate(
         *trace.notes,
         f"simulated {len(trace.requests)} requests, prefill in chunks{apart}; {memory}, no "
         f"{other}prefix cache",
-        f"the server is busy {engine.busy / lasted:.0%} of the time; a request waits "
+        f"one request or more runs {engine.busy / lasted:.0%} of the time; a request waits "
         f"{format_microseconds(longest_wait / 1000)} at most",
     ]
     warnings = [*trace.warnings, *engine.overload()]

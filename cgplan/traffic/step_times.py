@@ -387,13 +387,6 @@ class TimeCurve(Record):
                 first, below = size, time
         return (above - below) / max(last - first, 1)
 
-    def beyond(self, floor: str) -> str:
-        """On the times beyond the last point."""
-        return (
-            f"{self.name} beyond {self.points[-1][0]} tokens was not measured: "
-            f"{self.last_slope:.3g} us for each more token{floor}"
-        )
-
     @property
     def name(self) -> str:
         name = _name(self.mode)
@@ -465,7 +458,10 @@ class StepTimes(Record):
                     "long for others; measure those, too"
                 )
             else:
-                said.append(curve.beyond(floor))
+                said.append(
+                    f"{curve.name} beyond {sizes[-1]} tokens was not measured: "
+                    f"{curve.last_slope:.3g} us for each more token{floor}"
+                )
             if sizes[0] > FEW and mode is not CUDAGraphMode.PIECEWISE:
                 unsure.append(
                     f"{curve.name} below {sizes[0]} tokens was not measured: taken as "
@@ -535,7 +531,7 @@ class StepTimes(Record):
             rows = json_rows(text, path, StepTimeError, REMEDY, _POINTS)
         else:
             rows = csv_rows(text, path, StepTimeError)
-        found: dict[StepForm[Any], list[RawRow]] = {}
+        found: list[tuple[StepForm[Any], RawRow]] = []
         for raw in rows:
             where, names, _ = raw
             for mark, program in TIMELESS.items():
@@ -547,8 +543,18 @@ class StepTimes(Record):
             form = next((form for form in (*MEASURED, TABLE) if form.mark in names), None)
             if form is None and is_json:
                 return _saved(text, path)
-            found.setdefault(form or TABLE, []).append(raw)
-        return _of_rows(found, path)
+            found.append((form or TABLE, raw))
+        return _of_rows(grouped(found), path)
+
+    def beside(self, loras: StepTimes) -> StepTimes:
+        """These, and for steps with adapters, of any number, those of ``loras``."""
+        curves = [curve.changed(num_active_loras=1) for curve in loras.curves]
+        doubts, _ = loras.said_for(CUDAGraphMode.FULL_DECODE_ONLY)
+        return self.changed(
+            source=f"{self.source}; with adapters {loras.source}",
+            curves=(*self.curves, *curves),
+            unsure=(*self.unsure, *[f"with adapters: {doubt}" for doubt in doubts]),
+        )
 
     def said_for(self, mode: CUDAGraphMode) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """``unsure`` and notes, less those on PIECEWISE graphs if the resolved mode has none."""

@@ -252,7 +252,7 @@ def test_an_slo_binds_its_plan_and_checks_judge_by_it(home: Path) -> None:
     assert re.search(
         r"misses its SLO: tpot_p99 is .*, 10.0 ms are asked for", unwrapped(result.stderr)
     )
-    anew = "--speedup 40.0 --slo tpot_p99=10000us --slo ttft_p99=1000000us --step-times FILE"
+    anew = "--speedup 40.0 --slo tpot_p99=10000us --slo ttft_p99=1000000us --step-times times.csv"
     assert anew in unwrapped(result.stderr)
     (home / "steps.csv").write_text("num_tokens,count\n4,10\n")
     steps = json.loads(good(*check[:-1], "steps.csv", "--json").stdout)

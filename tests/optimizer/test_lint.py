@@ -11,7 +11,8 @@ import pytest
 from cgplan.modes import CUDAGraphMode
 from cgplan.optimizer.lint import doubts, lint, lint_without_traffic, rows_without_graphs
 from cgplan.optimizer.problem import Run
-from cgplan.planning import LADDERS, Plan
+from cgplan.planning import LADDERS, Plan, build_plan
+from cgplan.planning.engines import read_vllm
 from cgplan.traffic.histogram import StepShape, Traffic
 from cgplan.traffic.step_times import StepTimes
 
@@ -54,18 +55,44 @@ def test_a_plan_that_fits_has_no_warning() -> None:
     )
 
 
-def test_sizes_beyond_the_measured_ones_are_told() -> None:
-    plan = plan_of("FULL", [1, 64, 256, 400])
+@pytest.mark.parametrize(
+    ("largest", "start"),
+    [
+        (400, ""),
+        (513, " and --max-cudagraph-capture-size 528"),
+        (8190, " and --max-cudagraph-capture-size 8192"),
+    ],
+)
+def test_sizes_beyond_the_measured_ones_are_told(largest: int, start: str) -> None:
+    """vLLM's own sizes end at 512, and are multiples of 16 there."""
+    plan = plans.plan_of("FULL", [1, 64, 256, largest], seqs=256, tokens=8192)
     seen = traffic(mixed({100: 1, 390: 1}))
     times = StepTimes.measured(
         {(NONE, 0): {1: 20_000, 400: 40_000}, (FULL, 0): {1: 4_000, 128: 9_000}}, "by hand"
     )
-    (told,) = warnings(plan, seen, "measured", times)
+    (told,) = warnings(plan, seen, "measured up to", times)
     assert told.endswith(
-        "were measured up to 128 tokens, the gain of 256, 400 is extrapolated; to leave it out, "
-        "write max_cudagraph_capture_size 128, and no list of sizes; to measure it: starts of vLLM with "
-        "--max-cudagraph-capture-size 400, or a bench"
+        f"were measured up to 128 tokens, the gain of 256, {largest} is extrapolated; to leave it out, "
+        "write max_cudagraph_capture_size 128, and no list of sizes; to measure it: send steps of "
+        f"129 to {largest} tokens to vLLM with --max-num-seqs 256{start}, or a bench"
     )
+    most = start.rpartition(" ")[2] or "null"
+    vllm = read_vllm(
+        f'{{"max_cudagraph_capture_size": {most}}}', max_num_seqs=256, max_num_batched_tokens=8192
+    )
+    assert not vllm.lost
+    assert build_plan(vllm.loaded.config).max_capture_size >= largest
+
+
+def test_piecewise_steps_that_were_not_measured_are_told_once() -> None:
+    """By the step times, which take them from FULL."""
+    plan = plans.plan_of("FULL_AND_PIECEWISE", [1, 64, 256], seqs=256, tokens=8192)
+    points = {(NONE, 0): {1: 20_000, 400: 40_000}, (FULL, 0): {1: 4_000, 128: 9_000}}
+    times = StepTimes.measured(points, "by hand")
+    seen = traffic(decode({1: 1, 200: 1}), mixed({100: 1, 200: 1}))
+    (told,) = warnings(plan, seen, "measured up to", times)
+    assert told.startswith("FULL uniform: ")
+    assert "PIECEWISE was not measured" in times.unsure[-1]
 
 
 def test_decode_of_drafts_beyond_the_measured_sizes_says_how_to_measure_it() -> None:
@@ -76,8 +103,10 @@ def test_decode_of_drafts_beyond_the_measured_sizes_says_how_to_measure_it() -> 
     times = StepTimes.measured({(NONE, 0): {1: 20_000, 400: 40_000}, **points}, "by hand")
     piecewise, decodes = sorted(warnings(plan, seen, "measured", times), reverse=True)
     assert "of 256, 400 is extrapolated" in piecewise
-    assert "--max-num-seqs" not in piecewise
-    how = "--max-cudagraph-capture-size 256 --max-num-seqs 256, without drafts, or a bench"
+    with_drafts = f"--max-num-seqs {4 * plan.max_num_seqs}"
+    start = f"to vLLM with no drafts and {with_drafts}, or a bench"
+    assert piecewise.endswith(f"send steps of 129 to 400 tokens {start}")
+    how = f"send up to 256 requests at once {start}"
     assert decodes.endswith(how)
     assert warnings(plan, seen, "measured") == []
 

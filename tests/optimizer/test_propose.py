@@ -800,8 +800,8 @@ def test_lora_cases_that_are_not_told_apart_are_planned_as_one() -> None:
         "LoRA cases 1, 2, 4 were not planned for" in note for note in proposal.evidence.notes
     )
     told = (
-        "steps with adapters were not measured: taken as 10% longer; vLLM's log does not tell them, a table "
-        "with num_active_loras does (docs/planning.md, LoRAs in step times)"
+        "steps with adapters were not measured: taken as 10% longer; --lora-step-times tells them "
+        "(docs/planning.md, LoRAs in step times)"
     )
     assert told in proposal.evidence.unsure
     left_out = left_out_of(proposal.evidence)

@@ -74,7 +74,10 @@ def test_vllm_literally() -> None:
 def test_vllm_captures_the_same_keys_for_one_list_of_sizes(plan: Plan) -> None:
     assert read_back(plan).keys == plan.keys
     notes = emit(plan, "vllm").notes
-    assert [note for note in notes if "speculative token" not in note] == []
+    told = ("speculative token", "`--runner v1`")
+    assert [note for note in notes if not any(words in note for words in told)] == []
+    is_v1 = emit(plan, "vllm").environment == ("VLLM_USE_V2_MODEL_RUNNER=0",)
+    assert any("add `--runner v1` to `cgplan vllm check`" in note for note in notes) is is_v1
 
 
 @settings(max_examples=40, deadline=None)
@@ -101,7 +104,7 @@ def test_every_plan_can_be_emitted_and_vllm_captures_at_least_the_sizes_of_all_l
         (  # whole requests: vLLM would drop 12, were 10 the largest
             plan_with([key(FULL, 6, uniform=True, q=3), key(PIECEWISE, 10)], query_len=3),
             [6, 12],
-            ["multiples of 3", "it captures", "2 speculative tokens"],
+            ["multiples of 3", "it captures", "2 speculative tokens", "model runner V1"],
         ),
         (  # no further than a batch goes
             plan_with(
@@ -110,7 +113,7 @@ def test_every_plan_can_be_emitted_and_vllm_captures_at_least_the_sizes_of_all_l
                 max_num_batched_tokens=11,
             ),
             [6, 9],
-            ["multiples of 3", "it captures", "2 speculative tokens"],
+            ["multiples of 3", "it captures", "2 speculative tokens", "model runner V1"],
         ),
     ],
 )
@@ -655,11 +658,11 @@ def test_the_command_of_sizes_for_sequence_parallelism_has_the_adapters_and_draf
     options |= {"max_loras": 4, "num_speculative_tokens": 3, "speculative_method": "eagle"}
     accepted = "speculative.accepted_tokens=2.5"
     found = read(json.dumps(given), **options, overrides=[accepted])
-    files = found.options._replace(costs="start.log", output="my plan.json")
+    files = found.options._replace(again=" --costs start.log", rounded=" --output 'my plan.json'")
     emission = emit(build_plan(found.loaded.config), "vllm", files)
     assert emission.command.endswith(" --costs start.log")
-    command, files_told = emission.notes[0].split("`")[1].split(" --costs ")
-    assert files_told == "start.log --output 'my plan.json'"
+    command, files_told = emission.notes[0].split("`")[1].split(" --output ")
+    assert files_told == "'my plan.json'"
     assert command.endswith(
         " --max-num-seqs 64 --max-num-batched-tokens 512 --enable-lora --max-loras 4 "
         f"--num-speculative-tokens 3 --speculative-method eagle --set {accepted}"

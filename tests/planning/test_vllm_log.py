@@ -108,10 +108,18 @@ def test_the_kv_cache_of_other_graphs_shares_and_gpus(
         next(log.kv_cache(PLAN, GIB, 0.1, None))
 
 
-def test_a_kv_cache_smaller_than_todays_says_why() -> None:
+@pytest.mark.parametrize(
+    ("graphs", "change"), [(GIB, "0.40 GiB less"), (GIB // 2, "0.10 GiB more")]
+)
+def test_a_kv_cache_is_compared_with_todays(graphs: int, change: str) -> None:
     """vLLM kept 0.75 GiB free, and advises to leave 150 MiB."""
-    _, less = started(LOG).kv_cache(PLAN, GIB, None, None)
-    assert less == ("that is 0.40 GiB less than today, for the graphs and 150 MiB to spare")
+    (told,) = started(LOG).kv_cache(PLAN, graphs, None, None)
+    assert f" GiB on each GPU, {change} than today): " in told
+    (other,) = started(LOG).kv_cache(PLAN, graphs, 0.8, None)
+    assert "than today" not in other
+
+
+def test_a_log_without_its_advice_has_no_kv_cache() -> None:
     silent = started("Graph capturing finished in 5 secs, took 0.5 GiB")
     (told,) = silent.kv_cache(PLAN, 0, 0.9, 80)
     assert told.startswith("the log has no line `Free memory on device`, as with ")

@@ -419,7 +419,7 @@ def test_idle_time_has_no_steps_and_the_notes_say_how_busy() -> None:
     )
     assert traffic.total == 2
     assert traffic.source == "two"
-    assert any("busy 20% of the time" in note for note in traffic.notes)
+    assert any("one request or more runs 20% of the time" in note for note in traffic.notes)
 
 
 def test_bounds_are_those_of_the_plan() -> None:
