@@ -609,6 +609,14 @@ def test_statistics_of_graphed_become_its_sizes(home: Path) -> None:
 def test_plan_says_whose_step_times_it_uses(home: Path) -> None:
     use_traffic(home)
     good("bench", *PLAN[1:], "--output", "bench.json")
+    bench = Path("bench.json")
+    report = json.loads(bench.read_text())
+    for record in report["records"]:  # as of an idle machine
+        record["unsure"] = []
+        for name, slope in {"eager": 0.3, "graph": 0.2, "graph_queued": 0.2}.items():
+            if record[name]:
+                record[name]["median"] = slope * (100 + record["num_tokens"])
+    bench.write_text(json.dumps(report))
     command = (*PLAN, "--traffic", "traffic.csv", "--step-times", "bench.json")
     untimed = settings("scheduler.max_num_seqs=64", "compilation.address_check=off")
     wider = settings("model.kwargs={width: 32}")
@@ -626,9 +634,10 @@ def test_plan_says_whose_step_times_it_uses(home: Path) -> None:
     assert plan.evidence is not None
     assert plan.evidence["verdict"].startswith(doubt)
     check = good("plan", "check", "plan.json", "--traffic", "traffic.csv", "--json")
-    # a ladder of more graphs may be a little better
     verdict = json.loads(check.stdout)["verdict"]
-    assert re.match(rf"{re.escape(doubt)}.*regret 0\.\d\d%", verdict)
+    assert verdict.startswith(doubt)
+    # a ladder goes on above the sizes that were measured
+    assert "20.0% of the steps run eagerly; regret 9.38%" in verdict
     own = ("plan", "--vllm", "{}", "--traffic", "traffic.csv", "--step-times", "bench.json")
     assert "--compilation-config" not in good(*own).stdout
     bench = json.loads(Path("bench.json").read_text())
