@@ -1,20 +1,7 @@
-"""The best boxes for batches with several sizes, such as batch x length, full grids beside them,
-and a bound on how much better others could be.
+"""Boxes for batches with several sizes, such as batch x length, and full grids beside them.
 
 A box is a graph with one size in each dimension; it runs the batches that are no larger in any.
 The boxes of the grid of the traffic's sizes are the candidates.
-
-Note [Boxes]
-~~~~~~~~~~~~
-To choose columns with the least total of each row's weight times its least cost is the p-median
-problem. A price u for each row and prices v for bytes and seconds give a bound on every choice
-within the limits (Lagrangian relaxation), which subgradient steps raise:
-
-    L(u, v) = sum of w u - v limits - the most that so many columns gain,
-
-where a column gains the sum of w max(u - cost, 0) less v times its figures. A column that loses
-more than the gap is in no better choice. Branching on columns, which pays for what they take of the
-limits, closes the gap, or the effort ends.
 """
 
 from __future__ import annotations
@@ -24,8 +11,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 from math import inf
-from operator import attrgetter
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -63,17 +48,6 @@ from cgplan.traffic.histogram import SizeCounts
 from cgplan.traffic.step_times import StepSurface
 from cgplan.units import counted, format_bytes
 
-EFFORT = 280_000_000  # costs to look at, about
-OVERHEAD = 3 << 13  # of a step, in costs
-FIRST = 200  # at the first node
-STEPS = 40  # at others
-PATIENCE = 8  # steps without progress
-LENGTH = 1.5  # of the first step, as a share of the way to the value
-MOMENTUM = 0.8  # share of the step before
-RECENT = 0.1  # weight of the last choice
-RARE = 0.05  # share of recent choices below which a column is not likely
-LEAST = 1e-9  # bytes or seconds that are left
-PROVEN = 1e-9  # relative gap that counts as none
 Bools = npt.NDArray[np.bool_]
 
 
@@ -107,17 +81,13 @@ class Purse:
             np.zeros((4, columns)),
         )
 
-    def buffers(self, chosen: list[int] | Ints) -> Floats:
-        """Bytes of static buffers, by groups."""
-        held = np.zeros_like(self.figures[3])
-        held[chosen] = self.figures[3, chosen]
-        largest: Floats = held.reshape(-1, self.groups).max(axis=0)
-        return largest
-
     def pays_beside(self, chosen: list[int]) -> Bools:
         """Whether the limits pay for each column beside the chosen ones."""
         driver, took, pool, static = self.figures
-        largest = self.buffers(chosen)
+        held = np.zeros_like(static)
+        held[chosen] = static[chosen]
+        by_group = held.reshape(-1, self.groups)
+        largest = by_group.max(axis=0)
         grown = static.reshape(-1, self.groups) - largest
         grown = np.maximum(grown, 0.0)
         memory = driver + driver[chosen].sum()
@@ -156,24 +126,42 @@ def exchanged(
     most = cost.max()
     now = cost[:, best].min(axis=1, initial=most)
     total = float(weights @ now)
-    saved = np.empty_like(cost)
+
+    def more(then: Floats, now: Floats) -> Floats:
+        """What columns gain more beside costs ``now`` of rows than beside ``then``."""
+        rows = np.flatnonzero(then != now)
+        own = cost[rows]
+        saved = np.maximum(
+            now[rows, None] - own,
+            0.0,
+        )
+        saved -= np.maximum(
+            then[rows, None] - own,
+            0.0,
+        )
+        gained: Floats = weights[rows] @ saved
+        return gained
+
+    gains = more(np.zeros_like(now), now)
     idle = 0
     while idle <= len(best):
         first = min(idle, 1)  # one more, then one in the place of the first
         rest = best[first:]
         before = cost[:, rest].min(axis=1, initial=most)
-        np.subtract(
-            before[:, None],
-            cost,
-            out=saved,
-        )
-        np.maximum(saved, 0.0, out=saved)
-        gains = purse.pays_beside(rest) * (weights @ saved)
-        column = int(gains.argmax())
-        after = float(weights @ before - gains[column])
-        if after < total * (1 - PROVEN):
+        paid = purse.pays_beside(rest)
+        gains_beside = gains + more(now, before)
+        saved = paid * gains_beside
+        column = int(saved.argmax())
+        after = float(weights @ before - saved[column])
+        if after < total * (1 - ROUNDING):
             best = [*rest, column]
             total = after
+            then = now
+            now = np.minimum(
+                before,
+                cost[:, column],
+            )
+            gains += more(then, now)
             idle = 0
         else:
             best = [*rest, *best[:first]]
@@ -181,245 +169,8 @@ def exchanged(
     return best, total
 
 
-def best_columns(
-    cost: Floats,
-    weights: Floats,
-    purse: Purse,
-    start: Sequence[int] = (),
-) -> tuple[list[int], float]:
-    """The columns within the limits with the least total of each row's weight times its least cost,
-    and a bound on it, see Note [Boxes]. The choice is the best one where the bound is its total.
-
-    Args:
-        cost: [rows, columns]; inf where a column does not hold the row.
-        weights: [rows], above 0.
-        start: A choice to begin with; if it is paid for, what is found is at least as good.
-    """
-    search = _Search(
-        filled(cost, weights),
-        weights,
-        purse,
-        np.isfinite(cost),
-        [],
-    )
-    search.look_around(())
-    search.look_around(start)
-    bound = search.bound()
-    return search.best, bound
-
-
-class _Node(NamedTuple):
-    """The choices of all fixed columns and of some free ones."""
-
-    bound: float
-    fixed: Ints
-    free: Ints
-    prices: Floats  # of rows, bytes and seconds
-    steps: int = STEPS
-
-
-class _Dual(NamedTuple):
-    """A bound, its prices, what columns gain, what a choice with each of them loses, and how often
-    they were chosen of late.
-    """
-
-    bound: float
-    prices: Floats
-    gains: Floats
-    lost: Floats
-    often: Floats
-
-
-@dataclass
-class _Search:
-    cost: Floats
-    weights: Floats
-    purse: Purse
-    is_held: Bools
-    best: list[int]
-    value: float = np.inf
-    effort: int = EFFORT
-
-    def look_around(self, start: Sequence[int]) -> None:
-        found, total = exchanged(
-            self.cost,
-            self.weights,
-            self.purse,
-            start,
-        )
-        self.effort -= self.cost.size * len(found)
-        if total < self.value:
-            self.best = found
-            self.value = total
-
-    def bound(self) -> float:
-        own = self.cost[:, self.best].min(axis=1, initial=self.cost.max())
-        every = np.flatnonzero(self.is_held.any(axis=0))
-        first = _Node(
-            -np.inf,
-            every[:0],
-            every,
-            np.append(own, [0.0, 0.0]),
-            FIRST,
-        )
-        nodes = [first]
-        while nodes and self.effort > 0:
-            nodes.sort(key=attrgetter("bound"), reverse=True)
-            nodes += self._parts(nodes.pop())
-        bounds = [node.bound for node in nodes]
-        return min([self.value, *bounds])
-
-    def _parts(self, node: _Node) -> list[_Node]:
-        """None where no choice in it is better."""
-        purse = self.purse
-        fixed = node.fixed
-        paid = purse.pays_beside(fixed.tolist())
-        free = node.free[paid[node.free]]
-        columns = np.append(fixed, free)
-        is_held = self.is_held[:, columns]
-        if not is_held.any(axis=1).all():
-            return []
-        driver, took, pool, static = purse.figures
-        room = 1 + PROVEN  # sums are not exact
-        memory = room * purse.memory - driver[fixed].sum()
-        buffers = (
-            (pool, pool[fixed].max(initial=0.0)),
-            (static, purse.buffers(fixed).sum()),
-        )
-        for figure, spent in buffers:
-            held = np.where(is_held, figure[columns], np.inf)
-            least = held.min(axis=1)
-            memory -= max(spent, least.max())
-        seconds = room * purse.seconds - took[fixed].sum()
-        limits = np.array([[memory], [seconds]])
-        if (limits < 0).any():
-            return []
-        shares = purse.figures[:2, columns] / np.maximum(limits, LEAST)
-        shares[:, : fixed.size] = 0.0
-        spent = np.sort(shares).cumsum(axis=1)
-        number = (spent <= 1 + PROVEN).sum(axis=1)  # of columns that a limit pays for at most
-        graphs = min(purse.graphs, *number)
-        dual = self._raised(
-            node,
-            columns,
-            shares,
-            graphs,
-        )
-        self.effort -= node.steps * (is_held.sum() + OVERHEAD)
-        if dual.bound >= self.value * (1 - PROVEN):
-            return []
-        number = np.count_nonzero(dual.often > RARE)
-        likely = np.argsort(-dual.often)[:number]
-        self.look_around(columns[likely].tolist())
-        is_open = dual.lost < self.value - dual.bound  # others are in no better choice
-        is_open[: fixed.size] = False
-        if not is_open.any():
-            return []
-        often = dual.often[is_open]
-        gains = np.maximum(dual.gains[is_open], LEAST)
-        doubt = often * (1 - often) * gains
-        rest = columns[is_open]
-        at = doubt.argmax()
-        without = _Node(
-            max(node.bound, dual.bound),
-            fixed,
-            np.delete(rest, at),
-            dual.prices,
-        )
-        beside = without._replace(fixed=np.append(fixed, rest[at]))
-        return [without, beside]
-
-    def _raised(
-        self,
-        node: _Node,
-        columns: Ints,
-        shares: Floats,
-        graphs: int,
-    ) -> _Dual:
-        """The largest bound that steps from the node's prices find."""
-        value = self.value
-        weights = self.weights
-        rows = weights.size
-        total = weights.sum()
-        most = max(
-            self.cost.max(),
-            value / weights.min(),  # of one row makes a choice no better
-        )
-        cost = self.cost[:, columns]
-        is_held = self.is_held[:, columns]
-        column, row = np.nonzero(is_held.T)
-        first = np.searchsorted(column, np.arange(columns.size))
-        weighted = weights[row] * cost[row, column]
-        fixed = np.arange(node.fixed.size)
-        shares = total * shares
-        ends = np.append(weights, [-total, -total])
-        prices = node.prices
-        often = np.zeros(columns.size)
-        heading = np.zeros_like(prices)
-        best = _Dual(
-            -np.inf,
-            prices,
-            often,
-            often,
-            often,
-        )
-        length, idle = LENGTH, 0
-        for _ in range(node.steps):
-            worth = weights * prices[:rows]
-            saved = worth[row]
-            saved -= weighted
-            np.maximum(saved, 0.0, out=saved)
-            gains = np.add.reduceat(saved, first)
-            gains -= prices[rows:] @ shares
-            order = np.argsort(-gains)
-            order = order[order >= fixed.size]
-            left = graphs - fixed.size
-            chosen = order[:left]
-            chosen = chosen[gains[chosen] > 0]
-            chosen = np.append(fixed, chosen)
-            bound = float(ends @ prices - gains[chosen].sum())
-            often = often * (1 - RECENT)
-            often[chosen] += RECENT
-            idle += 1
-            if bound > best.bound:
-                instead = gains[order[left - 1 : left]].max(initial=0.0)
-                best = _Dual(
-                    bound,
-                    prices,
-                    gains,
-                    instead - gains,
-                    often,
-                )
-                idle = 0
-            elif idle > PATIENCE:
-                length /= 2
-                idle = 0
-            is_served = cost[:, chosen] < prices[:rows, None]
-            is_served &= is_held[:, chosen]
-            served = weights * is_served.sum(axis=1)
-            taken = shares[:, chosen].sum(axis=1)
-            slope = ends + np.append(-served, taken)
-            is_fixed = np.where(
-                slope > 0,
-                prices >= most,
-                prices <= 0,
-            )
-            slope[is_fixed] = 0.0
-            if bound >= value * (1 - PROVEN) or not slope.any():
-                break
-            heading = slope + MOMENTUM * heading
-            step = heading / np.abs(ends)
-            pace = length * (value - bound)
-            pace /= heading @ step
-            prices = prices + pace * step
-            prices = np.clip(
-                prices,
-                0.0,
-                most,
-            )
-        return best._replace(often=often)
-
-
+TRIES = 50  # other starts of a search, for which half of the best boxes are drawn anew
+EFFORT = 1.5e9  # costs times boxes, by which these are fewer
 CANDIDATES = 1600  # boxes to choose among, about
 PRICED: tuple[PlanLimit, ...] = ("memory", "capture_time")
 BOXES = 32  # where no budget says how many
@@ -664,26 +415,55 @@ class _BoxProblem:
             spent["capture_time"] = paid.seconds
         return [limit for limit, used in spent.items() if used > self._given.get(limit, inf)]
 
-    def _best(self, most: int, grid: Ints) -> tuple[Ints, float, list[PlanLimit]]:
-        """Boxes, the lower bound, and the limits that the next box would break."""
+    def _best(self, most: int, grid: Ints) -> tuple[Ints, list[PlanLimit]]:
+        """Boxes, and the limits that the next box would break."""
         boxes = _grid(self._sizes)
         holds = _holds(boxes, self._rounded)
+        times = np.where(holds, self._times(boxes), inf)
+        cost = filled(times, self._counts)
+        purse = self._purse(boxes, most)
         start = [int((boxes == box).all(axis=1).argmax()) for box in grid]
-        chosen, bound = best_columns(
-            np.where(holds, self._times(boxes), inf),
+        rng = np.random.default_rng(0)
+        chosen, least = exchanged(
+            cost,
             self._counts,
-            self._purse(boxes, most),
-            start,
+            purse,
         )
+        tries = min(
+            TRIES,
+            EFFORT / cost.size / len(grid),
+        )
+        rounds = 1 + int(tries)
+        for _ in range(rounds):
+            found, total = exchanged(
+                cost,
+                self._counts,
+                purse,
+                start,
+            )
+            if total < least:
+                chosen = found
+                least = total
+            number = len(chosen)
+            others = rng.integers(
+                len(boxes),
+                size=number,
+            )
+            is_kept = rng.random(number) < 0.5
+            start = np.where(
+                is_kept,
+                chosen,
+                others,
+            ).tolist()
         whole = self._least.max(axis=0)[None]
         tried = [whole]
         if holds[:, chosen].any(axis=1).all():
             some = boxes[chosen]
             tried = [self._tight(some), some, whole]
-        for found in tried:
-            broken = self._broken(found)
+        for some in tried:
+            broken = self._broken(some)
             if not broken:
-                return found, bound, self._binding(found, boxes)
+                return some, self._binding(some, boxes)
         paid = self._price(whole)
         assert paid, "without costs the number of graphs was looked at before"
         limits = [f"budget.{limit}" for limit in broken]
@@ -863,10 +643,7 @@ class _BoxProblem:
 
     def evidence(self, most: int) -> Evidence:
         grid = self._best_grid(most)
-        boxes, lower, binding = self._best(
-            most,
-            grid,
-        )
+        boxes, binding = self._best(most, grid)
         order = np.argsort(
             _elements(boxes),
             kind="stable",
@@ -942,7 +719,6 @@ class _BoxProblem:
                     f"of {dim.name} has no effect"
                     for size in np.intersect1d(sizes[sizes < padded], dim.sizes)
                 ]
-        lower = min(lower / self._total, step)
         return Evidence(
             traffic_source=f"{self.traffic.source}: {' x '.join(self.traffic.names)}",
             traffic_weight=self._total,
@@ -959,9 +735,6 @@ class _BoxProblem:
             bytes=own.bytes,
             seconds=own.seconds,
             expected_us=Expected(plan=step, eager=eager, bound=bound),
-            lower_bound_us=lower,
-            gap=step / lower - 1,
-            exact=step <= lower * (1 + EXACT) and not self._thinned,
             binding=tuple(binding),
             uses=tuple(self._uses(boxes)),
             ladders=tuple(ladders),
@@ -977,7 +750,7 @@ class _BoxProblem:
         if self._thinned:
             yield (
                 f"too many sizes of {' and '.join(self._thinned)}: only those that pad batches "
-                "least in their dimension were tried; the lower bound is of these"
+                "least in their dimension were tried"
             )
         top = [dim.max for dim in self._dims]
         if not (boxes >= top).all(axis=1).any():

@@ -193,11 +193,6 @@ class Evidence(Record):
         unbounded: Limits of the budget that bound nothing, because costs are not known.
         rule: How the number of graphs was chosen.
         insurance: Share of steps that were planned for, and that the traffic need not show.
-        lower_bound_us: No plan by this rule, of the same lanes, has a shorter mean step, insurance
-            included.
-        gap: What the plan's mean step is longer, as a share of what graphs can save at all.
-        exact: Whether no plan by this rule is better (to 1e-6), the tolerance that ``rule``
-            names apart.
         one_list: Whether all lanes have the same sizes, as vLLM captures them.
         apart: Whether FULL graphs run decode alone, and PIECEWISE ones prefill alone, as in SGLang.
         loads: Of several traffics, each; other loads, which are insured, come last.
@@ -231,16 +226,17 @@ class Evidence(Record):
     bytes: int | None = None
     seconds: float | None = None
     expected_us: Expected
-    lower_bound_us: float
-    gap: float
-    exact: bool
     binding: tuple[PlanLimit, ...]
     next_graph: NextGraph | None = None
     lanes: tuple[LaneSizes, ...] = ()
     uses: tuple[SizeUse, ...]
     pareto: tuple[ParetoPoint, ...] = ()
     ladders: tuple[LadderPoint, ...]
-    not_worth: Any = ()  # of earlier versions
+    # of earlier versions
+    not_worth: Any = ()
+    lower_bound_us: Any = None
+    gap: Any = None
+    exact: Any = None
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     verdict: str

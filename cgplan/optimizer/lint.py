@@ -37,20 +37,12 @@ def lint(plan: Plan, run: Run) -> tuple[str, ...]:
         *_traffic_cliffs(plan, run),
         *_scheduler_cliffs(plan, run),
         *_beyond_the_scheduler(plan, run),
-        *_uneven_sizes(plan),
         *_wide_steps(run),
         *_unused_modes(plan, run),
     )
 
 
-def lint_without_traffic(plan: Plan) -> tuple[str, ...]:
-    return (
-        *_uncaptured_decode(plan),
-        *_uneven_sizes(plan),
-    )
-
-
-def _uncaptured_decode(plan: Plan) -> Iterator[str]:
+def lint_without_traffic(plan: Plan) -> Iterator[str]:
     most = largest_of(Lane(CUDAGraphMode.FULL, True, 0), plan)
     held = max((sizes[-1] for sizes in plan.lanes().values()), default=most)
     if held < most:
@@ -230,28 +222,6 @@ def _beyond_the_scheduler(plan: Plan, run: Run) -> Iterator[str]:
                 f"than scheduler.{field} = {limit}: raise it, or the traffic is of another "
                 "scheduler"
             )
-
-
-def _uneven_sizes(plan: Plan) -> Iterator[str]:
-    q = plan.query_len
-    given = plan.config["compilation"]["cudagraph_capture_sizes"]
-    if not isinstance(given, list) or not plan.mode.has_mode(CUDAGraphMode.FULL):
-        return
-    most = max((size for size in given if size <= plan.max_num_batched_tokens), default=0)
-    rounded = {size: -(-size // q) * q for size in sorted(set(given)) if size % q}
-    there = sorted({up for up in rounded.values() if up <= most})
-    dropped = [size for size, up in rounded.items() if up > most]
-    parts = []
-    if there:
-        parts.append(f"captured at {listed(there)} instead")
-    if dropped:
-        parts.append(f"dropped at {listed(dropped)}, where the next multiple is above the largest")
-    if parts:
-        yield (
-            f"cudagraph_capture_sizes {listed([*rounded])} are not multiples of {q}, tokens of a "
-            "request: as a "
-            f"list they are {' and '.join(parts)}"
-        )
 
 
 def _lora_cases(plan: Plan, run: Run) -> Iterator[str]:

@@ -46,15 +46,6 @@ class Paths:
         last: int,
     ) -> list[int]:
         """Candidates of the best path of at most so many graphs to ``last``, ascending."""
-        chosen, _, _ = self.back(graphs, last)
-        return chosen
-
-    def back(
-        self,
-        graphs: int,
-        last: int,
-    ) -> tuple[list[int], int, int]:
-        """The same, and the graphs and the size with which the path starts."""
         chosen: list[int] = []
         below = int(self.parent[graphs, last])
         while below >= 0:
@@ -62,7 +53,7 @@ class Paths:
             graphs -= int(self.each[last])
             last = below
             below = int(self.parent[graphs, last])
-        return chosen, graphs, last
+        return chosen
 
 
 def best_paths(
@@ -71,7 +62,6 @@ def best_paths(
     graphs: int,
     price: Floats | float = 0.0,
     each: Ints | None = None,
-    start: Floats | None = None,
 ) -> Paths:
     """The least cost of every path, see Note [One lane].
 
@@ -81,17 +71,13 @@ def best_paths(
         graphs: K.
         price: Of each size: [N + 1], or all.
         each: Graphs that each size counts as: [N + 1]; None: 1.
-        start: Costs of paths that start at a size: [K + 1, N + 1]; None: all start below the first.
     """
     width = weights.shape[1]
     if each is None:
         each = np.ones(width, dtype=int)
     shape = graphs + 1, width
-    if start is None:
-        cost = np.full(shape, np.inf)
-        cost[:, 0] = 0.0
-    else:
-        cost = start.copy()
+    cost = np.full(shape, np.inf)
+    cost[:, 0] = 0.0
     parent = np.full(cost.shape, -1)
     took = weights * times
     ran = took.sum(axis=0) + price
@@ -107,7 +93,7 @@ def best_paths(
             if count <= level:
                 before = cost[level - count]
                 if between is None:
-                    least, below = best_start(before, weights, times, every - 1)
+                    least, below = best_start(before, weights, times)
                     total = least + ran
                 else:
                     totals = before + between
@@ -116,7 +102,7 @@ def best_paths(
                 here = (each == count) & (total < cost[level])
                 cost[level, here] = total[here]
                 parent[level, here] = below[here]
-        if level < widest or start is not None:
+        if level < widest:
             continue
         before = cost[level - widest]
         if np.array_equal(cost[level], before):  # more graphs change nothing
@@ -130,30 +116,23 @@ def best_start(
     before: Floats,
     weights: Floats,
     times: Floats,
-    last: Ints,
 ) -> tuple[Floats, Ints]:
-    """Of each row j the least ``before[i]`` less weights(i) times(j) over i up to ``last[j]``, and
-    that i, which moves up with j.
-
-    Args:
-        before: [M].
-        weights: [kinds, M], nondecreasing.
-        times: [kinds, rows], nondecreasing.
-        last: [rows], nondecreasing.
+    """Of each row j the least ``before[i]`` less weights(i) times(j) over i below j, and that i,
+    which moves up with j.
     """
-    rows = last.size
+    rows = before.size
     stride = 1
     while stride * FAN < rows:
         stride *= FAN
     least = np.empty(rows)
     found = np.zeros(rows + stride, dtype=int)
-    found[rows:] = before.size - 1
+    found[rows:] = rows - 1
     here = np.arange(0, rows, stride)
     below = here
     above = np.full_like(here, rows)
     while True:
         first = found[below]
-        most = np.minimum(found[above], last[here])
+        most = np.minimum(found[above], here - 1)
         most = np.maximum(most, first)
         counts = most - first + 1
         ends = counts.cumsum()

@@ -351,7 +351,6 @@ class Candidates:
         weights: Floats,
         graphs: int,
         prices: Prices,
-        start: Floats | None = None,
     ) -> Paths:
         return best_paths(
             weights,
@@ -359,7 +358,6 @@ class Candidates:
             graphs,
             price=prices.of(self),
             each=self.each,
-            start=start,
         )
 
 
@@ -427,7 +425,6 @@ class Problem:
         eager_us: Weight times microseconds of the batches that no lane may serve.
         weight: Of all batches.
         workspace, once: Bytes and seconds that the first graph brings with it.
-        rising: Whether no larger graph is faster, in whatever mode its batches run there.
     """
 
     plan: Plan
@@ -437,7 +434,6 @@ class Problem:
     weight: float
     workspace: float = 0.0
     once: float = 0.0
-    rising: bool = True
 
     @property
     def nothing(self) -> Chosen:
@@ -508,23 +504,6 @@ class Problem:
                 weights[demand.row] += weight - demand.weight[passed]
                 beyond -= now[held] - now[passed]
         return weights, beyond
-
-    def least(self, graphs: int) -> Floats:
-        """Bytes and seconds of the cheapest 0 to K graphs, without pool and static buffers:
-        [2, K + 1].
-        """
-        every = [np.zeros((2, 0))]
-        for lane in self.lanes:
-            each = lane.each[1:]
-            costs = lane.key_costs[1:, 1:]
-            every.append(np.repeat(costs / each, each, axis=1))
-        cheapest = np.sort(np.hstack(every))[:, :graphs]
-        missing = graphs - len(cheapest[0])
-        beside = (0, 0), (1, missing)
-        least = np.pad(cheapest, beside).cumsum(axis=1)
-        least[0, 1:] += self.workspace
-        least[1, 1:] += self.once
-        return least
 
     def _now(
         self,
@@ -899,11 +878,10 @@ def _with_one_list(
         for number, demand in enumerate(demands):
             if index in demand.lanes:
                 times[number, here] = made.times[0, here]
-    rising = np.maximum.accumulate(times, axis=1)
     made = Candidates(
         lanes=lanes,
         sizes=sizes,
-        times=rising,
+        times=np.maximum.accumulate(times, axis=1),
         key_costs=key_costs,
         pools=pools,
     )
@@ -912,5 +890,4 @@ def _with_one_list(
         problem,
         lanes=(made,),
         demands=tuple(shared),
-        rising=np.array_equal(times, rising),
     )

@@ -52,7 +52,6 @@ from cgplan.optimizer.problem import (
 )
 from cgplan.optimizer.search import (
     MOST_GRAPHS,
-    Best,
     Limits,
     Search,
     best_plan,
@@ -97,10 +96,10 @@ NO_GAIN = 0.01  # a distance from the bound below which other sizes bring no gai
 EXACT = 1e-6  # a gap that counts as none
 ROUNDS = 12  # of weighing loads for the worst regret
 NO_GRAPH_GAIN = "no gain"
+LEFT_OUT = "the search left it out"
 FAILED = "it could not be captured"
 CASE = "its LoRA case was not planned for, see the notes"
 RULE = "the rule needs no more graphs: give max_graphs"
-UNPROVEN = "the search did not find it, and the plan is not proven"
 
 
 def plan_graphs(inputs: PlanInputs) -> PlannedGraphs:
@@ -130,25 +129,19 @@ def plan_graphs(inputs: PlanInputs) -> PlannedGraphs:
     most = config.budget.max_graphs
     graphs = min(most or inputs.needed, MOST_GRAPHS)
     goal = problem.best_total + WORTH * problem.changeable  # below it no graph is worth a word
-    best = inputs.by_graphs.best(min(graphs, MOST_OF_CURVE), goal)
+    chosen = inputs.by_graphs.best(min(graphs, MOST_OF_CURVE), goal)
     limits = inputs.limits(graphs)
-    keys = keys_of(problem.lists_of(best.chosen), inputs.base)
+    keys = keys_of(problem.lists_of(chosen), inputs.base)
     if graphs > MOST_OF_CURVE or not inputs.pays_for(limits, keys):
         problem = inputs.priced(inputs.insured)
         _check_one_graph(inputs, limits, problem)
         if most is None:
             limits = replace(limits, graphs=len(keys))
-        best = best_plan(problem, limits, goal=goal)
-    lists = problem.lists_of(best.chosen)
+        chosen = best_plan(problem, limits, goal=goal)
+    lists = problem.lists_of(chosen)
     best_alone: list[float] = []
     if inputs.worst:
         lists, best_alone = _least_regret(inputs, lists, limits)
-        total = inputs.step(lists, inputs.insured) * problem.weight
-        best = replace(best, total=total, least=total)
-    if inputs.failed or (most or 0) > MOST_GRAPHS:
-        # neighbours of failed sizes, and more graphs are not tried
-        bound = min(best.bound, problem.best_total)
-        best = replace(best, bound=bound)
     run = Run(lists, inputs.seen, inputs.times)
     keys = keys_of(lists, inputs.base)
     sizes = set[int]().union(*lists.values())
@@ -158,7 +151,7 @@ def plan_graphs(inputs: PlanInputs) -> PlannedGraphs:
         keys=keys,
         predicted=inputs.costs and inputs.costs.of(keys),
     )
-    return PlannedGraphs(plan, inputs, best, run, best_alone)
+    return PlannedGraphs(plan, inputs, run, best_alone)
 
 
 @dataclass(frozen=True)
@@ -170,7 +163,7 @@ class PlanInputs:
         costs: Absent: only ``budget.max_graphs`` bounds the plan.
         failed: Keys that the plan does without, each with the reason.
         insurance: This share of the steps, below 1, is that of ``Traffic.unseen`` while sizes are
-            chosen. Figures of the evidence are of the traffic alone, but for the lower bound.
+            chosen. Figures of the evidence are of the traffic alone.
         beside: Other traffic, and its share of the steps while sizes are chosen.
         worst: Minimise the largest regret over the traffics, that is step over best step of as many
             graphs, not the mean step.
@@ -401,7 +394,7 @@ def _least_regret(
 
     def best_lists(traffic: Traffic) -> Lists:
         problem = inputs.priced(traffic)
-        return problem.lists_of(best_plan(problem, limits).chosen)
+        return problem.lists_of(best_plan(problem, limits))
 
     alone = [inputs.step(best_lists(load), load) for load in loads]
     weights = 1 / np.array(alone)
@@ -470,7 +463,6 @@ class PlannedGraphs:
 
     plan: Plan
     inputs: PlanInputs
-    best: Best
     run: Run
     best_alone: Sequence[float]
     for_slo: bool = False
@@ -486,13 +478,7 @@ class PlannedGraphs:
         run = self.run
         inputs = self.inputs
         costs = inputs.costs
-        problem = inputs.problem
         alone = inputs.problem_of_seen
-        lower = min(self.best.bound, self.best.least)
-        lower_us = lower / problem.weight
-        if not inputs.others:
-            lower_us = min(lower_us, run.expected_us)
-        lost = self.best.total - lower
         ladders = {name: self._ladder(name, ladder) for name, ladder in inputs.ladders.items()}
         asked = ASKED_FOR if ASKED_FOR in ladders else inputs.asked
         told, times_notes = run.times.said_for(plan.mode)
@@ -543,9 +529,6 @@ class PlannedGraphs:
                 bound=alone.infinite_us,
                 **run.by_kind,
             ),
-            lower_bound_us=lower_us,
-            gap=lost / max(problem.saved, EXACT),
-            exact=self._exact,
             binding=binding,
             next_graph=self._next_graph(binding),
             lanes=tuple(
@@ -598,13 +581,6 @@ class PlannedGraphs:
     @property
     def _asked(self) -> Plan | None:
         return self.inputs.ladders.get(self.inputs.asked)
-
-    @property
-    def _exact(self) -> bool:
-        if self.inputs.worst:  # the bound is of the mean
-            return False
-        tolerance = EXACT * self.inputs.problem.changeable
-        return self.best.least <= self.best.bound + tolerance
 
     @property
     def _changeable_us(self) -> float:
@@ -675,7 +651,7 @@ class PlannedGraphs:
             return ", ".join(map(limit_words, broken))
         if inputs.config.budget.max_graphs is None:
             return RULE
-        return NO_GRAPH_GAIN if self._exact else UNPROVEN
+        return LEFT_OUT
 
     def _broken(self, keys: Sequence[Key]) -> tuple[PlanLimit, ...]:
         cost = self.inputs.price(capture_order(keys))
@@ -729,7 +705,8 @@ class PlannedGraphs:
         """
         inputs = self.inputs
         problem = inputs.problem
-        better = self.best.total - WORTH * problem.changeable
+        total = inputs.step(self.plan.lanes(), inputs.insured) * problem.weight
+        better = total - WORTH * problem.changeable
         if better < problem.best_total:
             return ()
         graphs = inputs.fewest(better)

@@ -537,8 +537,6 @@ def _assumptions(plan: Plan, evidence: Evidence) -> Iterator[Fact]:
         told = f"{evidence.other_loads:.0%} of steps: {', '.join(names)}"
         longest = max(map(_longer, loads))
         yield "loads", f"{told}; steps {longest:+z.1%} at worst"
-    bound = format_microseconds(evidence.expected_us.bound)
-    yield "step", f"{format_microseconds(evidence.expected_us.plan)} expected; bound {bound}"
 
 
 def _reasons(plan: Plan, evidence: Evidence, whole: bool) -> Iterator[Fact]:
@@ -549,19 +547,15 @@ def _reasons(plan: Plan, evidence: Evidence, whole: bool) -> Iterator[Fact]:
         more.append(f"{evidence.insurance:.0%} of unseen sizes")
     if evidence.other_loads:
         more.append("higher loads")
-    included = f"with {' and '.join(more)}"
-    if not more:
-        included = f"lower bound {format_microseconds(evidence.lower_bound_us)}"
-    proof = "lower bound reported"
+    bound = format_microseconds(evidence.expected_us.bound)
+    step = f"{format_microseconds(evidence.expected_us.plan)} expected; bound {bound}"
     if evidence.unmeasured > MOST_UNMEASURED:
-        proof = "extrapolated: most steps have sizes that were not measured"
-    elif evidence.exact:
-        proof = "proven: no plan by this rule is better by these times and costs"
-    elif evidence.gap > 1e-6:
-        proof += f", at most {evidence.gap:.1%} above the best"
+        step += "; extrapolated: most steps have sizes that were not measured"
     if evidence.unmeasured_graphs:
-        proof += f"; {evidence.unmeasured_graphs} of {evidence.graphs} graphs extrapolated"
-    yield "proof", f"{proof}; {included}"
+        step += f"; {evidence.unmeasured_graphs} of {evidence.graphs} graphs extrapolated"
+    if more:
+        step += f"; planned with {' and '.join(more)}"
+    yield "step", step
     binding = ", ".join(map(limit_words, evidence.binding)) or "no limit"
     if evidence.unbounded:
         unknown = " and ".join(f"budget.{limit}" for limit in evidence.unbounded)

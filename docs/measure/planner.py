@@ -65,7 +65,7 @@ def extreme():
         plan = plan_graphs(PlanInputs(config, [(Traffic.of(seen, "made up"), 1.0)], times, costs)).explained()
         evidence = Evidence.model_validate(plan.evidence)
         print(
-            f"{budget['memory'] // mib} MiB: {evidence.graphs} graphs, gap {evidence.gap:.2%}, "
+            f"{budget['memory'] // mib} MiB: {evidence.graphs} graphs, {evidence.expected_us.plan:.0f} us, "
             f"{time.perf_counter() - start:.1f} s ({time.process_time() - cpu:.1f} s of the processor)"
         )
 

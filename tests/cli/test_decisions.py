@@ -265,7 +265,7 @@ def test_a_plan_that_leaves_higher_loads_out_says_how_long_their_steps_are() -> 
     above = shown.partition("step times")[0]
     assert re.search(r"2 times the load: \S+ ms a step, \S+ ms with the graphs asked for", above)
     assert "the SLO holds at the loads given alone: --scale 1,2 adds one" in above
-    assert "with 10% of unseen sizes binding" in shown, "they had no share of the steps"
+    assert "planned with 10% of unseen sizes binding" in shown, "they had no share of the steps"
 
 
 def test_an_slo_is_held_in_the_mode_with_the_fewest_graphs() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from itertools import combinations, product
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from plans import propose_boxes
 from cgplan.config import Config
 from cgplan.errors import BudgetError, PlanError
 from cgplan.modes import BatchDescriptor, CUDAGraphMode, Key
-from cgplan.optimizer.boxes import Purse, best_columns
+from cgplan.optimizer.boxes import Purse, exchanged
 from cgplan.optimizer.evidence import NOT_WORTH_IT, Evidence
 from cgplan.planning import Plan, build_plan, config_hash
 from cgplan.pricing import GraphCosts
@@ -91,7 +92,6 @@ def test_the_plan_is_the_best_of_all_sets_of_boxes() -> None:
     for _ in range(200):
         counts, graphs = random_counts(rng, int(rng.integers(2, 5))), int(rng.integers(1, 5))
         evidence = evidence_of(counts, graphs)
-        assert evidence.exact
         assert evidence.graphs <= graphs
         assert evidence.expected_us.plan == pytest.approx(brute_force(counts, graphs))
         assert all(
@@ -131,8 +131,8 @@ class DrawnCosts(GraphCosts):
 
 @pytest.mark.parametrize("alike", [True, False])
 def test_memory_and_time_bind_boxes(alike: bool) -> None:
-    """No bound is above the best set that is paid for; where keys cost alike, nothing paid for is missed."""
-    rng, proven, refused = np.random.default_rng(6), 0, 0
+    """Against all sets; where keys cost alike, nothing paid for is missed."""
+    rng, longer, refused = np.random.default_rng(6), list[float](), 0
     for _ in range(CASES):
         counts, costs = random_counts(rng, 3), DrawnCosts(rng, alike=alike)
         budget = {
@@ -164,15 +164,12 @@ def test_memory_and_time_bind_boxes(alike: bool) -> None:
         assert found.plan.predicted is not None
         assert found.plan.predicted.total_bytes <= budget["memory"]
         assert found.plan.predicted.seconds <= budget["capture_time"]
-        assert found.evidence.lower_bound_us <= min(steps) * (1 + 1e-9)
-        proven += found.evidence.exact
-        if found.evidence.exact:
-            assert found.evidence.expected_us.plan == pytest.approx(min(steps))
-    assert proven > CASES // 6
+        longer.append(found.evidence.expected_us.plan / min(steps) - 1)
+    assert sum(share > 1e-3 for share in longer) <= len(longer) // 20, longer
     assert refused
 
 
-def test_any_number_of_graphs_is_proven_for_five_sizes_by_five() -> None:
+def test_more_graphs_make_steps_shorter_for_five_sizes_by_five() -> None:
     rng = np.random.default_rng(2)
     counts = {
         (rows, columns): int(rng.integers(1, 100))
@@ -182,7 +179,6 @@ def test_any_number_of_graphs_is_proven_for_five_sizes_by_five() -> None:
     steps = []
     for graphs in range(1, 26):
         evidence = evidence_of(counts, graphs)
-        assert evidence.exact
         steps.append(evidence.expected_us.plan)
         if graphs <= 3:
             assert steps[-1] == pytest.approx(brute_force(counts, graphs))
@@ -218,7 +214,7 @@ def test_the_sizes_of_the_configuration_stand_beside_a_plan(
         assert words in " ".join(render_text(plan).split())
 
 
-def test_a_bound_stands_beside_a_plan_that_is_not_proven() -> None:
+def test_many_boxes_are_at_least_as_good_as_a_full_grid() -> None:
     rng = np.random.default_rng(3)
     sizes = [
         np.unique(np.clip(rng.lognormal(median, 1, 300), 1, most).astype(int))
@@ -228,36 +224,17 @@ def test_a_bound_stands_beside_a_plan_that_is_not_proven() -> None:
         (int(rng.choice(sizes[0][:24])), int(rng.choice(sizes[1]))): int(rng.integers(1, 50))
         for _ in range(500)
     }
-    few, (plan, evidence) = evidence_of(counts, 4), proposal_of(counts, 20)
-    assert few.expected_us.plan <= few.ladders[0].expected_us, (
-        "a full grid is a choice of boxes, too"
-    )
-    assert not evidence.exact
-    assert 0 < evidence.gap < 0.1
-    assert evidence.lower_bound_us < evidence.expected_us.plan
+    for graphs in (4, 20):
+        plan, evidence = proposal_of(counts, graphs)
+        assert evidence.expected_us.bound < evidence.expected_us.plan
+        assert evidence.expected_us.plan <= evidence.ladders[0].expected_us
     shown = render_text(plan)
-    assert "proven" not in shown
     assert "bound: each batch at its best, in a graph;" in shown, "eager steps are not known"
-    assert f"at most {evidence.gap:.1%} above the best" in shown
 
 
-def test_a_bound_is_below_the_best_choice_of_any_costs() -> None:
-    """Costs that are no times of boxes: the search does not need them to be."""
-    rng = np.random.default_rng(4)
-    for _ in range(50):
-        cost, weights = rng.random((9, 8)), rng.random(9) + 0.1
-        for graphs in (1, 2, 4):
-            least = min(
-                weights @ cost[:, chosen].min(1) for chosen in combinations(range(8), graphs)
-            )
-            chosen, bound = best_columns(cost, weights, Purse.of_graphs(graphs, 8))
-            assert weights @ cost[:, chosen].min(1) == pytest.approx(least)
-            assert bound == pytest.approx(least)
-
-
-def test_a_bound_counts_the_pool_and_static_buffers() -> None:
+def test_exchanges_count_the_pool_and_static_buffers() -> None:
     """Against all choices, where the largest pool counts, and the static buffers of each group."""
-    rng, proven, found = np.random.default_rng(7), 0, 0
+    rng, best, found = np.random.default_rng(7), 0, 0
     sets = [list(some) for n in range(1, 9) for some in combinations(range(8), n)]
     for _ in range(20):
         cost, weights = rng.random((9, 8)), rng.random(9) + 0.1
@@ -266,21 +243,21 @@ def test_a_bound_counts_the_pool_and_static_buffers() -> None:
         driver, seconds = rng.random((2, 8))
         figures = np.stack([driver, seconds, pool, static])
         purse = Purse(8, float(rng.uniform(2, 7)), float(rng.uniform(1, 3)), figures, groups=2)
-        totals = []
+        totals = {}
         for some in sets:
             buffers = np.zeros(2)
             np.maximum.at(buffers, np.array(some) % 2, static[some])
             memory = driver[some].sum() + pool[some].max() + buffers.sum()
             if memory <= purse.memory and seconds[some].sum() <= purse.seconds:
-                totals.append(weights @ cost[:, some].min(1))
-        chosen, bound = best_columns(cost, weights, purse)
-        assert bool(chosen) == bool(totals)
+                totals[frozenset(some)] = weights @ cost[:, some].min(1)
+        chosen, total = min(
+            (exchanged(cost, weights, purse, [n]) for n in range(8)), key=itemgetter(1)
+        )
         if chosen:
             found += 1
-            assert weights @ cost[:, chosen].min(1) == pytest.approx(min(totals))
-            assert bound <= min(totals) * (1 + 1e-9)
-            proven += bound == pytest.approx(min(totals))
-    assert proven >= 0.8 * found > 10
+            assert totals[frozenset(chosen)] == pytest.approx(total)
+            best += total == pytest.approx(min(totals.values()))
+    assert best >= 0.8 * found > 10
 
 
 def test_a_sum_of_seconds_that_is_the_limit_is_paid_for() -> None:
@@ -293,7 +270,7 @@ def test_a_sum_of_seconds_that_is_the_limit_is_paid_for() -> None:
     assert found.evidence.binding == ("capture_time",)
 
 
-def test_a_plan_is_proven_where_the_pool_takes_much_of_the_memory() -> None:
+def test_the_pool_may_take_much_of_the_memory() -> None:
     rng = np.random.default_rng(8)
     costs = DrawnCosts(rng, alike=True)
     costs.driver[:], costs.slope = 1000, 1.0
@@ -305,7 +282,6 @@ def test_a_plan_is_proven_where_the_pool_takes_much_of_the_memory() -> None:
     found = propose_boxes(config_of(budget={"memory": 12_000}), traffic_of(counts), costs=costs)
     assert found.evidence.binding == ("memory",)
     assert found.evidence.graphs == 4
-    assert found.evidence.exact
 
 
 def test_other_grids_stand_beside_the_plan() -> None:
@@ -414,7 +390,7 @@ def test_boxes_beyond_the_measured_sizes_are_told() -> None:
 
 
 def test_a_batch_runs_in_the_box_of_the_dispatcher() -> None:
-    """The box with the fewest elements is the slower one here, so the plan is not called proven."""
+    """The box with the fewest elements is the slower one here."""
     counts = {(1, 10): 1, (8, 20): 1, (2, 100): 1}
     slow = StepSurface(
         (np.array([1.0, 2.0, 8.0]), np.array([10.0, 20.0, 100.0])),
@@ -424,15 +400,12 @@ def test_a_batch_runs_in_the_box_of_the_dispatcher() -> None:
     found = propose_boxes(config_of(2), traffic_of(counts), slow).evidence
     assert boxes_of(found) == {(8, 20), (2, 100)}
     assert found.expected_us.plan == pytest.approx((90 + 90 + 9) / 3)
-    assert found.lower_bound_us <= (90 + 9 + 9) / 3 + 1e-9
-    assert not found.exact
 
 
 def test_too_many_sizes_are_thinned_out() -> None:
     counts = {(1 + n % 3, n): 1 + n % 7 for n in range(1, 400)}
     evidence = evidence_of(counts, 8)
     assert any(note.startswith("too many sizes of length: ") for note in evidence.traffic_notes)
-    assert not evidence.exact, "other sizes could be better"
     assert all(
         any(np.all(np.less_equal(batch, box)) for box in boxes_of(evidence)) for batch in counts
     )

@@ -249,9 +249,6 @@ def test_every_figure_of_the_evidence_is_of_the_plan() -> None:
     assert [use.size for use in evidence.uses] == [12, 24, 36, 48, 60]
     assert evidence.uses[0].padding == pytest.approx(1 - 6.5 / 12)
     assert evidence.warnings == lint(proposal.plan, run)
-    assert evidence.exact
-    assert evidence.gap == pytest.approx(0, abs=1e-9)
-    assert evidence.lower_bound_us == pytest.approx(evidence.expected_us.plan)
 
 
 @pytest.mark.parametrize("sizes", [None, "trtllm", [8, 32, 64]])
@@ -277,7 +274,6 @@ def test_without_a_budget_the_plan_is_as_good_as_the_ladder_with_the_fewest_grap
         assert evidence.graphs == 1 or fewer > min(asked.expected_us * (1 + 1e-3), close)
         assert "the fewest graphs that are as good as the" in evidence.rule
         assert evidence.binding == ()
-        assert evidence.exact
 
 
 def test_insurance_covers_batches_that_the_traffic_does_not_show() -> None:
@@ -363,7 +359,6 @@ def test_memory_binds() -> None:
     assert evidence.binding == ("memory",)
     assert evidence.next_graph is None, "it is not the number that binds"
     assert "within the budget (max_graphs 60, memory 170 MiB)" in evidence.rule
-    assert evidence.exact
     small = evidence_of(config_of(budget={"memory": "130MiB"}), costs=COSTS)
     assert small.bytes is not None
     assert small.bytes <= 130 * MIB
@@ -380,14 +375,10 @@ def test_many_graphs_are_planned_for_where_they_may_be_had() -> None:
         "most": {"max_graphs": 999},
     }.items():
         found[name] = propose(config_of(seqs=300, budget=budget), seen, cheap, COSTS).evidence
-        assert found[name].exact or name == "most"
     few, many, most = (evidence.graphs for evidence in found.values())
     assert few == 3
     assert 90 < many <= 100 < 128 < most <= 256, "less those that bring next to nothing"
     assert "no more than 256 graphs were planned for" in found["most"].notes
-    assert found["most"].lower_bound_us == pytest.approx(found["most"].expected_us.bound), (
-        "999 may be as fast"
-    )
     rich = propose(config_of(seqs=300, budget={"memory": "99GiB"}), seen, cheap, COSTS).evidence
     poor = propose(config_of(seqs=300, budget={"memory": "430MiB"}), seen, cheap, COSTS).evidence
     free = propose(config, seen, cheap, COSTS).evidence
@@ -398,7 +389,6 @@ def test_many_graphs_are_planned_for_where_they_may_be_had() -> None:
     assert poor.bytes <= 430 * MIB
     assert rich.binding == ()
     assert sizes_of(rich) == sizes_of(free), "a budget that pays for the plan changes nothing"
-    assert rich.exact
     assert "no more graphs than suffice without it" in rich.rule
 
 
@@ -408,7 +398,7 @@ def test_graphs_that_bring_less_than_a_hundredth_of_a_percent_are_left_out() -> 
     )
     evidence = evidence_of(config_of(budget={"max_graphs": 10}), seen)
     assert sizes_of(evidence) == [(1, 64)]
-    assert evidence.expected_us.plan <= evidence.lower_bound_us * (1 + 1e-4)
+    assert evidence.expected_us.plan <= evidence.expected_us.bound * (1 + 1e-4)
 
 
 # --- budgets that pay for nothing -----------------------------------------------------------------------------
@@ -538,7 +528,17 @@ def test_no_graph_is_left_whose_batches_another_lane_took() -> None:
     costs = Costs(pool=MIB, static=9, workspace=100 * MIB, each=2 * MIB, seconds=0.2, slope=0.0, once=0.5)  # fmt: skip
     evidence = propose(config, seen, TIMES, costs).evidence
     assert evidence.graphs == sum(use.size is not None for use in evidence.uses) == 4
-    assert evidence.exact
+
+
+def test_a_graph_that_other_lanes_took_the_batches_of_is_left_out() -> None:
+    lora = {"max_loras": 2, "specialize_active_lora": False}
+    config = config_of("FULL_AND_PIECEWISE", seqs=41, tokens=82, spec=1, lora=lora)
+    counts = {(1, 1, False, 0): 192333, (1, 1, False, 4): 738704, (38, 38, True, 3): 208831,
+              (53, 53, True, 0): 473017, (71, 71, True, 1): 367902, (70, 70, False, 0): 1}  # fmt: skip
+    seen = traffic({StepShape(*shape): weight for shape, weight in counts.items()})
+    costs = Costs(pool=MIB, static=9, workspace=100 * MIB, each=2 * MIB, seconds=0.2, slope=0.0, once=0.5)  # fmt: skip
+    evidence = propose(config, seen, TIMES, costs).evidence
+    assert evidence.graphs == sum(use.size is not None for use in evidence.uses)
 
 
 def test_ladders_stand_beside_the_curve() -> None:
@@ -759,7 +759,6 @@ def test_nothing_is_captured_where_graphs_bring_nothing() -> None:
         assert proposal.plan.capture_sizes == ()
         assert proposal.evidence.pareto == ()
         assert proposal.evidence.verdict.startswith("no graph saves time")
-        assert proposal.evidence.exact
 
 
 def test_the_verdict_says_where_graphs_lose_what_larger_batches_gain() -> None:
@@ -885,8 +884,6 @@ def test_whatever_is_asked_the_evidence_agrees_with_itself(
     evidence, plan = proposal.evidence, proposal.plan
     assert evidence.expected_us.bound <= evidence.expected_us.plan * (1 + 1e-9)
     assert evidence.expected_us.plan <= evidence.expected_us.eager * (1 + 1e-9)
-    assert evidence.lower_bound_us <= evidence.expected_us.plan
-    assert evidence.gap >= 0
     assert evidence.graphs == len(plan.keys) <= budget.get("max_graphs", 256)
     assert evidence.bytes is not None
     assert evidence.seconds is not None
@@ -915,7 +912,6 @@ def test_a_real_trace_needs_a_third_of_a_ladders_graphs() -> None:
     assert vllm.equal is not None
     assert vllm.equal.graphs <= vllm.graphs / 3
     assert evidence.verdict.startswith("no gain in step time")
-    assert evidence.exact
 
 
 # --- lists of vLLM's model runner V2 ---------------------------------------------------------------------------
@@ -1000,10 +996,8 @@ def test_a_list_of_v2_is_the_best_of_all_lists_as_the_dispatcher_runs_them(seed:
     sizes = found.plan.capture_sizes
     plan = plan_of(sizes) if sizes else None
     assert plan is None or len(plan.keys) <= graphs
-    assert found.evidence.lower_bound_us <= best * (1 + 1e-9)
     assert found.evidence.expected_us.plan == pytest.approx(step(plan))
-    if found.evidence.exact:
-        assert step(plan) <= best * (1 + 2e-4), "what brings less than 0.01% is left out"
+    assert step(plan) <= best * (1 + 2e-4), "what brings less than 0.01% is left out"
 
 
 def test_more_than_64_graphs_are_planned_for_where_those_are_not_as_good_as_the_ladder() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import random
-from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -259,7 +258,6 @@ def test_one_lane_is_exact_for_every_number_of_graphs(instance: Instance) -> Non
         assert every.expected.min() == every.expected.max()
         return
     found = Search(problem, Limits(6))
-    assert found.bound.tolist() == found.value.tolist(), "it says so"
     for graphs in range(1, 7):
         assert found.value[graphs] / problem.weight == pytest.approx(every.best(Limits(graphs)))
         keys = instance.keys(problem, found.chosen(graphs))
@@ -278,7 +276,7 @@ def line(points: dict[int, float], eager: dict[int, float], counts: dict[int, fl
 
 def best_sizes(instance: Instance, limits: Limits, costs: GraphCosts | None = None) -> list[int]:
     problem = instance.problem(costs)
-    keys = instance.keys(problem, best_plan(problem, limits).chosen)
+    keys = instance.keys(problem, best_plan(problem, limits))
     return sorted(key.num_tokens for _, key in keys)
 
 
@@ -317,39 +315,18 @@ def test_sizes_that_are_no_faster_than_eager_steps_are_no_candidates() -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(instance=TWO_LANES, graphs=st.integers(1, 6))
-def test_two_lanes_are_exact(instance: Instance, graphs: int) -> None:
-    problem, every = instance.problem(), brute_force(instance)
-    if not problem.demands:
-        return
-    best = best_plan(problem, Limits(graphs))
-    expected = every.best(Limits(graphs))
-    assert best.least / problem.weight == pytest.approx(expected)
-    assert best.bound == pytest.approx(best.least, rel=1e-8), "it is proven"
-    keys = instance.keys(problem, best.chosen)
-    assert len(keys) <= graphs
-    assert Run(lists_of(keys), instance.traffic, instance.times).expected_us == pytest.approx(
-        expected
-    )
-
-
-@settings(max_examples=100, deadline=None)
 @given(instance=TWO_LANES | FOUR_LANES)
-def test_curves_of_several_lanes_are_within_their_gap(instance: Instance) -> None:
-    """The bound is below and the value above the truth; two lanes are proven."""
+def test_curves_of_several_lanes_are_of_plans_and_fall(instance: Instance) -> None:
     problem, every = instance.problem(), brute_force(instance)
     if not problem.demands:
         return
     found = Search(problem, Limits(5))
     for graphs in range(1, 6):
         truth = every.best(Limits(graphs)) * problem.weight
-        assert found.bound[graphs] <= truth * (1 + 1e-9)
         assert found.value[graphs] >= truth * (1 - 1e-9)
         chosen = found.chosen(graphs)
         assert sum(map(len, chosen)) <= graphs
         assert problem.total_of(chosen) == pytest.approx(found.value[graphs])
-    if len(problem.lanes) <= 2:
-        assert found.value == pytest.approx(found.bound, rel=1e-8)
     assert (np.diff(found.value) <= 1e-9 * found.value[0]).all(), "a graph more does not hurt"
 
 
@@ -404,11 +381,11 @@ def test_four_lanes_are_close_to_the_best(instance: Instance, costs: Costs, limi
         return
     best = best_plan(problem, limits)
     truth = every.best(limits) * problem.weight
-    assert best.bound <= truth * (1 + 1e-9)
-    assert best.least >= truth * (1 - 1e-9)
-    check_within(instance, problem, best.chosen, costs, limits, problem.total_of(best.chosen))
+    total = problem.total_of(best)
+    assert total >= truth * (1 - 1e-9)
+    check_within(instance, problem, best, costs, limits, total)
     one_lane = min(every.best(limits, [lane]) for lane in instance.lanes) * problem.weight
-    assert best.least <= one_lane * (1 + 1e-9)
+    assert total <= one_lane * (1 + 1e-9)
 
 
 def test_a_lora_case_is_dropped_where_sharing_is_better() -> None:
@@ -419,9 +396,10 @@ def test_a_lora_case_is_dropped_where_sharing_is_better() -> None:
     )
     instance = Instance(lanes_of(FULL, (0, 3)), bounds(1, 8, 8), traffic, times)
     problem = instance.problem()
-    found = [instance.keys(problem, best_plan(problem, Limits(k)).chosen) for k in (1, 2)]
+    found = [instance.keys(problem, best_plan(problem, Limits(k))) for k in (1, 2)]
     assert [sorted(key.num_active_loras for _, key in keys) for keys in found] == [[3], [0, 3]]
-    assert best_plan(problem, Limits(2)).least / problem.weight == pytest.approx((3 * 10 + 11) / 4)
+    total = problem.total_of(best_plan(problem, Limits(2)))
+    assert total / problem.weight == pytest.approx((3 * 10 + 11) / 4)
 
 
 # --- budgets --------------------------------------------------------------------------------------------------
@@ -436,24 +414,21 @@ def test_budgets_are_exact_where_keys_cost_the_same(
     if not problem.demands:
         return
     best = best_plan(problem, limits)
-    assert best.least / problem.weight == pytest.approx(every.best(limits))
-    assert best.bound == pytest.approx(best.least, rel=1e-8)
-    check_within(instance, problem, best.chosen, costs, limits, best.least)
+    total = problem.total_of(best)
+    assert total / problem.weight == pytest.approx(every.best(limits))
+    check_within(instance, problem, best, costs, limits, total)
 
 
 @settings(max_examples=80, deadline=None)
 @given(instance=ONE_LANE | TWO_LANES | FOUR_LANES, costs=SLOPES | LINES, limits=BUDGETS)
-def test_budgets_of_unequal_keys_are_within_their_gap(
-    instance: Instance, costs: Costs, limits: Limits
-) -> None:
+def test_budgets_of_unequal_keys_are_kept(instance: Instance, costs: Costs, limits: Limits) -> None:
     problem, every = instance.problem(costs), brute_force(instance, costs)
     if not problem.demands:
         return
     best = best_plan(problem, limits)
-    truth = every.best(limits) * problem.weight
-    assert best.bound <= truth * (1 + 1e-9)
-    assert problem.total_of(best.chosen) >= truth * (1 - 1e-9)
-    check_within(instance, problem, best.chosen, costs, limits, problem.total_of(best.chosen))
+    total = problem.total_of(best)
+    assert total >= every.best(limits) * problem.weight * (1 - 1e-9)
+    check_within(instance, problem, best, costs, limits, total)
 
 
 def check_within(
@@ -476,30 +451,13 @@ def test_a_size_on_a_flat_step_stays_where_the_larger_one_costs_more() -> None:
     assert best_sizes(instance, Limits(8, seconds=17 + 9), costs) == [8, 16]
 
 
-def test_each_number_of_graphs_is_proven_with_two_lanes() -> None:
-    rng = np.random.default_rng(5)
-    counts = {StepShape(n, n, True): float(rng.integers(1, 99)) for n in range(1, 41)}
-    counts |= {StepShape(n, 1, False): float(rng.integers(1, 99)) for n in range(1, 61)}
-    instance = Instance(
-        lanes_of(BOTH, (0,)), bounds(1, 40, 60), Traffic.of(counts, "random"), StepTimes.default()
-    )
-    problem = instance.problem()
-    curve = Search(problem, Limits(16))
-    for graphs in range(1, 17):
-        best = best_plan(problem, Limits(graphs))
-        assert best.bound == pytest.approx(best.least, rel=1e-8)
-        assert curve.bound[graphs] == pytest.approx(best.least, rel=1e-8)
-        assert problem.total_of(curve.chosen(graphs)) == pytest.approx(best.least, rel=1e-8)
-
-
 def test_slack_saves_graphs() -> None:
     instance = line({1: 1, 32: 32}, {1: 100}, dict.fromkeys(range(1, 33), 1))
     problem = instance.problem()
-    least = best_plan(problem, Limits(20)).least
+    least = problem.total_of(best_plan(problem, Limits(20)))
     exact, rough = (best_plan(problem, Limits(20), goal=share * least) for share in (0.0, 1.1))
-    assert len(rough.chosen[0]) < len(exact.chosen[0]) == 20
-    assert problem.total_of(rough.chosen) <= 1.1 * problem.total_of(exact.chosen)
-    assert rough.least == exact.least
+    assert len(rough[0]) < len(exact[0]) == 20
+    assert problem.total_of(rough) <= 1.1 * problem.total_of(exact)
 
 
 # --- costs that fall, and one list of sizes -------------------------------------------------------------------
@@ -526,15 +484,14 @@ NOISY = st.builds(
 
 @settings(max_examples=120, deadline=None)
 @given(instance=ONE_LANE | TWO_LANES, costs=NOISY, limits=BUDGETS)
-def test_bounds_are_true_where_costs_fall_with_the_size(
+def test_budgets_are_kept_where_costs_fall_with_the_size(
     instance: Instance, costs: Noisy, limits: Limits
 ) -> None:
-    problem, every = instance.problem(costs), brute_force(instance, costs)
+    problem = instance.problem(costs)
     if not problem.demands:
         return
     best = best_plan(problem, limits)
-    assert best.bound <= every.best(limits) * problem.weight * (1 + 1e-9)
-    check_within(instance, problem, best.chosen, costs, limits, problem.total_of(best.chosen))
+    check_within(instance, problem, best, costs, limits, problem.total_of(best))
 
 
 def test_a_cheap_size_is_found_where_no_batch_sits() -> None:
@@ -544,8 +501,7 @@ def test_a_cheap_size_is_found_where_no_batch_sits() -> None:
     problem, limits = instance.problem(Noisy(table)), Limits(2, seconds=1.2)
     best = best_plan(problem, limits)
     assert best_sizes(instance, limits, Noisy(table)) == [6]
-    assert problem.total_of(best.chosen) == pytest.approx(9 * 6 + 1 * 20)
-    assert best.bound <= problem.total_of(best.chosen) * (1 + 1e-9)
+    assert problem.total_of(best) == pytest.approx(9 * 6 + 1 * 20)
 
 
 @settings(max_examples=120, deadline=None)
@@ -563,14 +519,11 @@ def test_one_list_for_all_lanes_is_exact(instance: Instance, graphs: int) -> Non
     served = problem.lanes[0].lanes
     lists = brute_force(replace(instance, lanes=served), one_list=True)
     least = lists.best(Limits(graphs))
-    assert found.bound[-1] / problem.weight <= least * (1 + 1e-9)
     keys = instance.keys(problem, found.chosen(graphs))
     assert len(keys) <= graphs
     expected = Run(lists_of(keys), instance.traffic, times).expected_us
-    if found.bound[-1] >= found.value[-1] * (1 - 1e-9):  # it is said to be proven
+    if all(one.mode is FULL for one in served):  # times of a mode never fall
         assert expected == pytest.approx(least)
-    else:
-        assert any(one.mode is PIECEWISE for one in served), "times of a mode never fall"
     assert expected <= found.value[-1] / problem.weight * (1 + 1e-9)
 
 
@@ -662,8 +615,10 @@ def drawn_traffic(rng: random.Random, q: int, seqs: int, tokens: int, most_loras
     return Traffic.of(counts, "drawn")
 
 
-def check(seed: int) -> str:
-    """What became of a case: ``exact``, ``inexact`` or ``refused``; what is wrong is asserted."""
+def check(seed: int) -> float | None:
+    """How much longer the plan's steps are than the best, as a share of what graphs change; None: it is
+    refused. What is wrong is asserted.
+    """
     rng = random.Random(seed)
     one_list, keys = rng.random() < 0.5, MOST + 1
     while not 0 < keys <= MOST:
@@ -715,8 +670,8 @@ def check(seed: int) -> str:
         assert all_sets.expected[paid].min() >= all_sets.expected[0] - 1e-9, (
             "graphs that are paid for save time"
         )
-        return "refused"
-    plan, evidence = made.plan, made.evidence
+        return None
+    plan = made.plan
     if "max_graphs" not in budget:  # what suffices without a budget bounds the number
         free = propose(config, seen, times, costs, insurance=insurance, one_list=one_list)
         assert len(plan.keys) <= len(free.plan.keys), "a budget gives more graphs than none"
@@ -729,21 +684,20 @@ def check(seed: int) -> str:
     )
     changeable = instance.problem().changeable / traffic.total
     assert len(plan.keys) <= limits.graphs
-    assert not evidence.exact or mine <= least + (1e-6 + 1e-4 * bool(budget)) * changeable + 1e-9, (
-        "a false proof"
-    )
-    assert not budget or evidence.lower_bound_us <= least * (1 + 1e-9) + 1e-9, (
-        "a bound above the optimum"
-    )
-    return "exact" if evidence.exact else "inexact"
+    return (mine - least) / max(changeable, 1e-9)
 
 
-def test_no_false_proof_bound_or_refusal() -> None:
-    wrong, found = list[str](), Counter[str]()
+def test_plans_are_close_to_the_best_of_all_sets_of_keys() -> None:
+    wrong, longer = list[str](), list[float]()
     for seed in range(CASES):
         try:
-            found[check(seed)] += 1
+            found = check(seed)
         except AssertionError as error:
             wrong.append(f"seed {seed}: {error}".partition("\n")[0])
-    assert not wrong, (wrong, found)
-    assert min(found["exact"], found["refused"]) > CASES // 50, found
+            continue
+        if found is not None:
+            longer.append(found)
+    assert not wrong, wrong
+    missed = [share for share in longer if share > 1e-3]
+    assert len(missed) <= CASES // 50, missed
+    assert CASES // 50 < len(longer) < CASES, "some are refused"
