@@ -259,7 +259,7 @@ class Search:
         for first in lanes:
             yield nothing, first
             turn = self._turn(nothing, first)
-            most = min(self.limits.graphs, STARTS)
+            most = 0 if any(self.prices) else min(self.limits.graphs, STARTS)
             graphs = 1
             while graphs <= most:
                 begun = _with(
