@@ -4,8 +4,8 @@ Note [Lanes]
 ~~~~~~~~~~~~
 The best sizes of one lane are exact (Note [One lane]). Of more, each lane gets its best list in
 turn for what the others leave to it, and graphs go from lane to lane, until nothing is better than
-that; then one graph more is added. Plans that begin with the best list of one lane alone, and have
-another lane's beside it, take the place of a worse one.
+that; then one graph more is added. Of two, plans that begin with the best list of one alone, and
+have the other's beside it, take the place of a worse one.
 
 Note [Limits]
 ~~~~~~~~~~~~~
@@ -259,7 +259,9 @@ class Search:
         for first in lanes:
             yield nothing, first
             turn = self._turn(nothing, first)
-            most = 0 if any(self.prices) else min(self.limits.graphs, STARTS)
+            most = min(self.limits.graphs, STARTS)
+            if len(lanes) > 2 or any(self.prices):  # they take long
+                most = 0
             graphs = 1
             while graphs <= most:
                 begun = _with(
