@@ -382,7 +382,7 @@ class BatchCopy:
         self.look_at_writes()
 
     def look_at_writes(self) -> None:
-        self._always_padded_to = list(self._padded_rows)
+        self._always_padded_to = list(self._padded_rows)  # for copy_kernel.py
         for index, buffer in enumerate(self._buffers):
             keeps_padding = buffer.spec.pad != "last" and not buffer.written
             if keeps_padding or self._padded_rows[index] <= self._rows[index]:

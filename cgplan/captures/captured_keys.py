@@ -244,7 +244,7 @@ class CapturedKeys:
             self._free_all()
             self.graphs.ranks.dropped()
             done = 0
-        if self.graphs.real_rows:  # `refill` would take them for the model's writes
+        if self.graphs.real_rows:  # `refill` takes real rows for the model's writes
             self.graphs.buffers.fill_padding()
 
     def _capture_one(
@@ -502,7 +502,7 @@ class BudgetGuard:
         remaining: int,
     ) -> bool:
         """Without predictions, the largest keys are given up until the driver's memory for the
-        ``remaining`` ones is within the limits.
+        ``remaining`` ones is within the limits; 0 in service, where no key given up is tried again.
         """
         return not self._graphs.ranks.any_refuses(self.active and self._overshoots(key, remaining))
 

@@ -3,10 +3,10 @@
 Note [Captures without a warm-up]
     docs/concepts.md, Warm-ups, has the rules. A capture computes nothing before its first replay,
     and graphs of a pool write over each other's memory, so what a capture left may be read before
-    it was computed. Where one leaves something, all keys start again, with warm-ups and in a new
-    pool: there what the model keeps has been computed, and lies where no graph writes. So they do
-    where one key failed for no known reason: others may, too.
-    A failed capture has no replay that computes it, so the smallest key of a lane runs ahead of
+    it was computed. Where one leaves something, or fails for no known reason, as others may, all
+    keys start again, with warm-ups and in a new pool: there what the model keeps has been computed,
+    and lies where no graph writes.
+    No replay computes what a failed capture left, so the smallest key of a lane runs ahead of
     captures: a model that keeps something for each size shows it there.
 """
 
@@ -80,13 +80,13 @@ class _Clock(NamedTuple):
 
 @dataclass
 class _Attempt:
-    """All tries of a key. ``before``: None until the capture begins, after warm-ups."""
+    """All tries of a key. ``captures_since``: None ahead of the capture."""
 
     key: Key
     began: _Clock
     needs_warm_up: bool = False
     warm_ups: int = 0
-    before: _Clock | None = None
+    captures_since: _Clock | None = None
 
     def __str__(self) -> str:
         mode, descriptor = self.key
@@ -94,12 +94,12 @@ class _Attempt:
 
     @property
     def is_cold(self) -> bool:
-        return self.before is not None and not self.warm_ups
+        return self.captures_since is not None and not self.warm_ups
 
     @property
     def has_compiled(self) -> bool:
-        assert self.before, "the capture has begun"
-        return _Clock.now().compile_seconds > self.before.compile_seconds
+        assert self.captures_since, "the capture has begun"
+        return _Clock.now().compile_seconds > self.captures_since.compile_seconds
 
 
 def driver_bytes(
@@ -147,7 +147,7 @@ class Capturer:
         found: GraphRecord | Next = Next.TRY_AGAIN
         with self._graphs.rehearsing() as rehearsal:
             while found is Next.TRY_AGAIN:
-                attempt.before = None
+                attempt.captures_since = None
                 rehearsal.put_back.rewind()
                 found = self._try(rehearsal, attempt)
         return found
@@ -170,9 +170,9 @@ class Capturer:
             with random_state_kept(backend.device, graphs.generators):
                 if attempt.warm_ups:
                     self._warm_up(rehearsal, key, attempt.warm_ups)
-                attempt.before = before = _Clock.now()
+                attempt.captures_since = since = _Clock.now()
                 memory = backend.memory()
-                self.inspection_seconds += time.perf_counter() - before.at
+                self.inspection_seconds += time.perf_counter() - since.at
                 answers = graphs.capture_answers(mode, capturing=True)
                 with rehearsal.judged_run(mode, captures=True), answers, log:
                     output = graphs.run_wrapped(key, graphs.views(descriptor))
@@ -189,7 +189,7 @@ class Capturer:
             left = rehearsal.left
             if is_held:
                 left = left or "memory of its pool"
-            # only a replay computes what the model keeps, but PIECEWISE captures do
+            # PIECEWISE captures have computed what the model keeps, others need a replay
             if left and mode is not CUDAGraphMode.PIECEWISE:
                 with random_state_kept(backend.device, graphs.generators):
                     graphs.run_wrapped(key, graphs.views(descriptor))
@@ -198,7 +198,7 @@ class Capturer:
             if left or attempt.has_compiled:
                 graphs.evict([key])
                 return self._again_with_warm_up(attempt, left and f"{attempt} leaves {left}")
-        record = self._record_of(attempt, before, memory)
+        record = self._record_of(attempt, since, memory)
         self.inspection_seconds += time.perf_counter() - done
         return record
 
@@ -206,7 +206,7 @@ class Capturer:
         """Raises where another attempt does not help."""
         graphs = self._graphs
         mode = attempt.key[0]
-        has_begun = attempt.before is not None
+        has_begun = attempt.captures_since is not None
         found = rehearsal.footprints.get(mode)
         failure = explain_failure(
             error,
@@ -286,7 +286,7 @@ class Capturer:
             return
         held = graphs.backend.memory().held
         try:
-            rehearsal.look(smallest)
+            rehearsal.look(smallest)  # with `lazy`, as it wakes; else its context alone
             self._run(rehearsal, smallest, 1)
             has_left = bool(rehearsal.left) or graphs.backend.memory().held != held
         except Exception as error:  # its own capture raises it again
@@ -356,7 +356,7 @@ class Capturer:
     def _record_of(
         self,
         attempt: _Attempt,
-        before: _Clock,
+        since: _Clock,
         memory: MemoryReading,
     ) -> GraphRecord:
         backend = self._graphs.backend
@@ -383,7 +383,7 @@ class Capturer:
             eager_pieces=eager_pieces,
             pool_growth=after.reserved - memory.reserved,
             driver_bytes=driver_bytes(backend, memory, after),
-            warmup_seconds=before.at - began.at if attempt.warm_ups else 0.0,
+            warmup_seconds=since.at - began.at if attempt.warm_ups else 0.0,
             capture_seconds=capture_seconds,
             segment_nodes=tuple(nodes),
             compile_seconds=now.compile_seconds - began.compile_seconds,

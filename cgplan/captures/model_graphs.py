@@ -231,17 +231,14 @@ class ModelGraphs:
 
     def allocate_buffers(self, keys: Sequence[Key]) -> None:
         """Captures on demand make them as needed. Raises CaptureMemoryError and BackendError."""
-        config = self.config
         most = widest(keys)
         self.most_tokens = max(most.values(), default=0)
-        if not most:
-            most = {(1,) * (len(config.dim_names) - 1): 0}
         rows = {
             sizes: (tokens, min(tokens, self.plan.max_num_seqs)) for sizes, tokens in most.items()
         }
         self.buffers = StaticBoxes(
             rows,
-            config.tensors_at,
+            self.config.tensors_at,
             self.backend.device,
         )
         if not self.on_demand:
@@ -720,7 +717,7 @@ class Rehearsal:
         addresses = graphs.addresses
         read = set(map(id, found.reads.values()))
         of_pieces = set[int]()
-        # FULL graphs would read the tensors of eager pieces
+        # else FULL graphs read the tensors of eager pieces, too
         if graphs.plan.mode is CUDAGraphMode.PIECEWISE and graphs.route.breaks:
             for module in graphs.route.breaks.modules.values():
                 of_pieces.update(map(id, module.parameters()))
@@ -872,13 +869,13 @@ class Rehearsal:
 
     def refuse_first_use(self) -> None:
         put_back = self.put_back
-        # a read in each run has failed the capture
-        for line in put_back.kept_of_values:
-            self._refuse(f"computes a value for the host ({line}) {_FROM_INPUTS}")
+        # one that each run needs has failed the capture
+        lines = put_back.kept_of_values
+        if lines:
+            self._refuse(f"computes a value for the host ({lines[0]}) {_FROM_INPUTS}")
         prepared = put_back.prepared
         if prepared:
             self._refuse(f"prepares {_listed(prepared)} on first use, and changes it later")
-        put_back.values_read.pop(put_back.key, None)  # it kept none; one that failed may have
         lost = put_back.storages.lost
         if lost:
             raise CaptureError(

@@ -144,7 +144,7 @@ class Calls:
                 return self._run_model(kind.eager_reason, args, kwargs)
             if kind.runner is None or not self.learner.holds():
                 whole = [*form, tail_of(tensors, self.device)]
-                call = self._own_call(args, kwargs, whole, tensors)  # ahead of what frees them
+                call = self._own_call(args, kwargs, whole, tensors)  # ahead of what frees outputs
                 if kind.runner is None or self.learner.free_if_changed():
                     return self._learn_or_capture(call)
             if self._is_shared(kind, tensors):

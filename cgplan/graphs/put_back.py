@@ -109,7 +109,7 @@ class PutBack:
         self.values_read: dict[object, str] = {}
         self.keeps_first_use = True
         self.keeps_containers = True
-        self._growing = set[int]()  # ids of dicts that later runs add to
+        self._growing = set[int]()  # ids of dicts that later runs add to: no first use
 
     # --- what runs change -------------------------------------------------------------------------
 
@@ -285,7 +285,7 @@ class PutBack:
             container, _ = change.where or (None, None)
             if id(container) in self._growing:
                 continue
-            # a flag: what it says was filled in place goes back, too
+            # a flag goes back with what it says is filled
             if type(change.now) in PLAIN and not self.keeps_containers:
                 continue
             if container is None and not is_of_inputs:
@@ -410,8 +410,8 @@ class PutBack:
 
     def restore(self) -> None:
         """Undo changes for good. The device is idle."""
-        made = self.made
         self.last = self.before.changes()  # by runs of a bench, too
+        made = self.made
         of_made = set[int]()  # runs
         of_undone = set[int]()  # that may be a tensor's flag
         for path, known in self._bound.items():
@@ -420,6 +420,7 @@ class PutBack:
                     of_made.update(known.uses.runs)
             elif not known.began_without:
                 of_undone.update(known.uses.runs)
+        steady = set(filter(self.is_steady, self._bound))  # there each run binds another tensor
         self.outcome.clear()  # rewinds noted some
         for written in self.storages.written.values():
             uses = written.uses
@@ -427,6 +428,7 @@ class PutBack:
                 stays = uses.is_first_use
             else:  # its flags were not seen
                 stays = uses.stopped and of_undone.isdisjoint(uses.runs)
+            stays &= not is_within(written.path, steady)
             if stays:
                 written.give_back()
             else:

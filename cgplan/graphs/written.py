@@ -43,7 +43,7 @@ class Uses:
 
     Attributes:
         runs: By number: how many versions of a tensor it wrote.
-        by_later_run: Not each was its key's first one.
+        by_later_run: One was not its key's first.
         repeated: Two runs of a key did.
         skipped: Some run did not.
         stopped: A later run of such a key did not.

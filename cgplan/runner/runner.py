@@ -213,7 +213,7 @@ class Launcher:
         self._checks_once = graphs.config.compilation.address_policy != "always"
         self._is_plain = False  # a call without autocast has passed
         kind = graphs.backend.device.type
-        self._is_autocast = torch.is_autocast_enabled  # without an argument for CUDA, and faster
+        self._is_autocast = torch.is_autocast_enabled  # of CUDA, and faster
         if kind != "cuda":
             self._is_autocast = partial(torch.is_autocast_enabled, kind)
 

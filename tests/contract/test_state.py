@@ -2047,6 +2047,47 @@ def test_a_large_tensor_made_in_inference_mode_that_one_size_writes_is_put_back(
                 same(runner(x=x), plain(x))
 
 
+class KeepsResults(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.results: dict[int, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.results[len(self.results)] = x * 2
+        return x + 1
+
+
+def test_entries_of_a_dict_that_each_run_adds_to_are_no_first_use(backend: GraphBackend) -> None:
+    model = KeepsResults().to(backend.device).eval()
+    with closing(open_runner(backend, model)) as runner:
+        assert not runner.report.state
+
+
+class SwapsBuffers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.piece = nn.Identity()
+        self.piece.register_buffer("a", torch.zeros(4))
+        self.piece.register_buffer("b", torch.zeros(4))
+        self.piece.forward = self.swap
+
+    def swap(self, x: Tensor) -> Tensor:
+        piece = self.piece
+        piece.a, piece.b = piece.b, piece.a
+        return x + piece.a.add_(1).sum()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.piece(x * 2) + 1  # type: ignore[no-any-return]
+
+
+def test_buffers_that_a_piece_swaps_and_writes_are_put_back(backend: GraphBackend) -> None:
+    model = SwapsBuffers().to(backend.device).eval()
+    options = {"cudagraph_mode": "PIECEWISE", "splitting_modules": ["piece"]}
+    with closing(open_runner(backend, model, **options)):
+        assert not model.piece.a.any()
+        assert not model.piece.b.any()
+
+
 class CountsInAPiece(nn.Module):
     def __init__(self) -> None:
         super().__init__()
