@@ -28,7 +28,7 @@ from cgplan.graphs.fingerprint import Change, Fingerprint, is_ignored, is_within
 from cgplan.graphs.footprint import Footprint, look
 from cgplan.graphs.put_back import PutBack
 from cgplan.graphs.wrapper import CUDAGraphEntry, CUDAGraphWrapper, GraphPool, RunnerPools
-from cgplan.graphs.written import copy_limit
+from cgplan.graphs.written import WritesOfEngine, copy_limit
 from cgplan.modes import BatchDescriptor, CUDAGraphMode, Key
 from cgplan.piecewise.breakable import any_breaks
 from cgplan.piecewise.routes import SplitRoute, choose_route
@@ -432,8 +432,13 @@ class ModelGraphs:
             yield
             return
         before = self.fingerprint()
+        writes = WritesOfEngine()
         try:
-            self.before_key(*key, self.views(key[1]))
+            try:
+                with writes:
+                    self.before_key(*key, self.views(key[1]))
+            finally:
+                writes.put_back()  # replays read what the engine wrote for their batch
             yield
         finally:
             before.undo_attributes()

@@ -47,6 +47,7 @@ from cgplan.graphs.written import (
     Outcome,
     Run,
     Uses,
+    WritesOfEngine,
     WrittenStorages,
     by_address,
     version_of,
@@ -102,6 +103,7 @@ class PutBack:
         self.held: dict[Key | None, list[torch.Tensor]] = {}
         self._bound = dict[str, _Bound]()
         self._of_engine = set[str]()  # paths
+        self._writes_of_engine = WritesOfEngine()
         self.key: Key | None = None  # of the next run
         self._runs = list[object]()  # keys
         self.captured = set[object]()
@@ -212,8 +214,9 @@ class PutBack:
 
     @contextmanager
     def setting_context(self) -> Iterator[None]:
-        """Around an engine's code: what it binds is put back."""
-        yield
+        """Around an engine's code: what it binds or writes is put back."""
+        with self._writes_of_engine:
+            yield
         now = self.before.changes()
         for path in _differing(self.last, now):
             self._of_engine.add(path)
@@ -293,7 +296,11 @@ class PutBack:
             found[path] = uses
         if self.keeps_first_use:
             return found
-        return {path: uses for path, uses in found.items() if lasting.issuperset(uses.runs)}
+        stays = {}
+        for path, uses in found.items():
+            if lasting.issuperset(uses.runs):
+                stays[path] = uses
+        return stays
 
     @property
     def python_of_sizes(self) -> list[str]:
@@ -435,6 +442,7 @@ class PutBack:
                 written.fill(written.copy)
             outcome = "new" if stays else written.outcome
             self.outcome[written.path] = written.storage.nbytes(), outcome
+        self._writes_of_engine.put_back()
         self._undo(made)
 
     def _undo(

@@ -10,6 +10,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from cgplan.backends import GraphBackend
+from cgplan.backends.host_sync import Args, DispatchMode, Kwargs, written_tensors
 from cgplan.config import CompilationConfig
 from cgplan.graphs.fingerprint import Fingerprint, Place
 
@@ -393,6 +394,31 @@ class WrittenStorages:
         self.written.clear()
         self._copies.clear()
         self.copied.clear()
+
+
+class WritesOfEngine(DispatchMode):
+    """Copies memory ahead of what an engine's code writes in place."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._copies: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+
+    def see(
+        self,
+        func: Any,
+        args: Args,
+        kwargs: Kwargs,
+    ) -> Any:
+        for tensor in written_tensors(func, args, kwargs):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._copies:
+                self._copies[storage._cdata] = storage, storage.clone()
+        return func(*args, **kwargs)
+
+    def put_back(self) -> None:
+        for storage, copy in self._copies.values():
+            storage.copy_(copy)
+        self._copies.clear()
 
 
 def by_address(state: Fingerprint) -> dict[int, tuple[str, torch.Tensor]]:

@@ -225,3 +225,42 @@ def test_its_errors_are_the_models(backend: GraphBackend, way: str) -> None:
     assert [failed.error for failed in runner.report.failed] == ["ModelError"]
     assert runner.padded(2) == 4, "the larger graph serves it"
     engine.equals_the_model(runner, 2)
+
+
+class Slots(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("slots", torch.arange(8))
+        self.register_buffer("cache", torch.zeros(16, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        slots = self.slots[: len(x)]
+        self.cache.index_copy_(0, slots, x)
+        return self.cache.index_select(0, slots) + slots[:, None]
+
+
+@pytest.mark.parametrize("policy", ["eager", "lazy"])
+@pytest.mark.parametrize("verify", ["off", "first"])
+def test_what_an_engine_writes_in_place_is_put_back(
+    backend: GraphBackend, policy: str, verify: str
+) -> None:
+    model = Slots().to(backend.device).eval()
+    sizes = {"cudagraph_mode": "FULL", "cudagraph_capture_sizes": [2, 4]}
+    runner = cgplan.capture(
+        model,
+        {"x": INPUTS["x"]},
+        compilation={**sizes, "capture_policy": policy, "verify": verify},
+        device=str(backend.device),
+        before_key=lambda *_: model.slots.fill_(15),  # where padding may write
+    )
+    assert model.slots.tolist() == list(range(8))
+    cache = model.cache.clone()
+    for first in range(3):
+        slots = torch.arange(8, device=backend.device) + first
+        model.slots.copy_(slots)
+        x = torch.randn(4, 4, device=backend.device)
+        same(runner(x=x), x + slots[:4, None])
+        assert model.slots.tolist() == slots.tolist()
+        cache[first : first + 4] = x
+        same(model.cache[:15], cache[:15])
+    runner.close()
