@@ -201,10 +201,11 @@ class PiecewiseModel(BreakableCUDAGraphWrapper):
         config = torch._dynamo.config
         # else other sizes and numbers become variables, equal sizes one
         shapes = torch.fx.experimental._config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
+        traces = 2 * len(self._keys)  # of first use, and of later runs
         tracing = config.patch(
             automatic_dynamic_shapes=False,
-            recompile_limit=max(config.recompile_limit, len(self._keys)),
-            accumulated_recompile_limit=max(config.accumulated_recompile_limit, len(self._keys)),
+            recompile_limit=max(config.recompile_limit, traces),
+            accumulated_recompile_limit=max(config.accumulated_recompile_limit, traces),
         )
         with shapes, tracing, autocast_cache(on=False):
             return self._run_trace(is_static, own, inputs)

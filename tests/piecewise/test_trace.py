@@ -391,6 +391,27 @@ def test_a_model_that_branches_on_the_number_of_rows_is_captured_right(
         torch.testing.assert_close(runner(x=x), model(x))
 
 
+def test_a_table_of_each_size_takes_two_traces_a_size(backend: GraphBackend) -> None:
+    tables: dict[int, Tensor] = {}
+
+    def model(x: Tensor) -> Tensor:
+        rows = x.shape[0]
+        if rows not in tables:
+            tables[rows] = torch.arange(float(rows), device=x.device)[:, None]
+        return (x * tables[rows]).softmax(-1)
+
+    runner = open_runner(
+        backend,
+        model,
+        splitting_ops=["aten::softmax"],
+        compiler="eager",
+        cudagraph_capture_sizes=[1, 2, 3, 4, 6, 8],
+    )
+    for rows in (8, 6, 4, 3, 2, 1):
+        x = torch.randn(rows, 8).to(backend.device)
+        same(runner(x=x), model(x))
+
+
 @pytest.mark.parametrize("mode", ["PIECEWISE", "FULL_AND_PIECEWISE"])
 @pytest.mark.parametrize(("shapes", "traces"), [("auto", 1), ("dynamic", 1), ("static", 4)])
 def test_sizes_share_a_trace_or_have_their_own(
