@@ -421,7 +421,7 @@ def written_tensors(
     given = {**dict(zip(operator.arguments, args, strict=False)), **kwargs}
     if given.get("training"):
         written = written + operator.statistics
-    return tensors_in([given.get(name) for name in written])
+    return tensors_in([*map(given.get, written)])
 
 
 def count_writes(
@@ -438,7 +438,11 @@ def count_writes(
 def tensors_in(tree: Any) -> list[Tensor]:
     if isinstance(tree, Tensor):
         return [tree]
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    found = []
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+    return found
 
 
 def leaves_of(args: Args, kwargs: Kwargs) -> list[Any]:

@@ -173,7 +173,7 @@ def loaded_config(
         ) from None
     origins: dict[str, str] = {}
     for path, at in found.items():
-        if all(isinstance(part, str) for part in path):  # a list is one value
+        if set(map(type, path)) == {str}:  # a list is one value
             origins.pop(".".join(map(str, path[:-1])), None)
             origins[".".join(map(str, path))] = at
     return LoadedConfig(config, origins, base_dir)

@@ -512,8 +512,7 @@ def is_small_array(value: Any) -> bool:
 
 
 def _of_set(value: Any) -> object:
-    is_plain = all(type(item) in PLAIN for item in value)
-    if is_plain:
+    if PLAIN.issuperset(map(type, value)):
         return frozenset((type(item), item) for item in value)
     return frozenset(map(id, value))
 
