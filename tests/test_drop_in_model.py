@@ -252,25 +252,48 @@ def test_a_value_that_changes_in_each_layer_is_ignored_by_one_path(
 class Switched(Net):
     def __init__(self) -> None:
         super().__init__()
-        self.on = False
+        self.on: Any = False
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
         return y + 1 if self.on else y
 
 
-def test_a_flag_that_changes_has_no_hint_to_ignore_it(
-    backend: GraphBackend, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("off", "on"),
+    [
+        (False, True),
+        ("", "an adapter"),
+        (None, "an adapter"),
+        (None, torch.float16),
+        (torch.Size(()), torch.Size((2,))),
+    ],
+)
+def test_a_value_that_is_no_number_has_no_hint_to_ignore_it(
+    backend: GraphBackend, caplog: pytest.LogCaptureFixture, off: Any, on: Any
 ) -> None:
     net, x = Switched().to(backend.device).eval(), rows(backend, 5)
     g = cgplan.graphed(net)
-    for turn in range(8):
-        net.on = turn > 3
+    for turn in range(12):
+        net.on = on if turn // 4 % 2 else off
         close(g(x), net(x))
-    assert (
-        "captured again: model.on (it was False and is True); answers are right from here on, and "
-        "each change costs a capture" in caplog.text
-    )
+    assert "captured again: model.on" in caplog.text
+    assert "; answers are right from here on, and each change costs a capture" in caplog.text
+    assert "ignore" not in caplog.text
+    assert "costs a capture; 2 changes of model.on freed graphs\n" in g.explain()
+
+
+def test_a_list_of_names_that_grows_has_no_hint_to_ignore_it(
+    backend: GraphBackend, caplog: pytest.LogCaptureFixture
+) -> None:
+    net, x = Switched().to(backend.device).eval(), rows(backend, 5)
+    net.on = []
+    g = cgplan.graphed(net)
+    for turn in range(8):
+        if turn == 4:
+            net.on.append("an adapter")
+        close(g(x), net(x))
+    assert "captured again: len(model.on) (it was 0 and is 1)" in caplog.text
     assert "ignore" not in caplog.text
 
 
@@ -288,7 +311,7 @@ def test_a_difference_names_what_was_ignored_and_has_changed(
 REGISTRY: dict[str, dict[str, int]] = {}
 
 
-def test_a_table_that_others_fill_is_named_with_what_ignores_it(
+def test_a_table_that_others_fill_is_named_and_can_be_ignored(
     backend: GraphBackend, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The forward reads it by a computed key, so any entry may decide."""
@@ -308,8 +331,8 @@ def test_a_table_that_others_fill_is_named_with_what_ignores_it(
         REGISTRY[name] = {}
     REGISTRY.clear()
     assert caplog.text.count("captured again: ") == 1
-    assert f"; ignore=[{path!r}] if it decides nothing" in caplog.text
-    assert f"2 times graphs were freed, as the model had changed: {path}" in told.explain()
+    assert "if it decides nothing" not in caplog.text, "its keys decide"
+    assert f"; 2 changes of {path} freed graphs" in told.explain()
     assert "captured again" not in ignoring.explain()
 
 
@@ -1141,7 +1164,7 @@ def test_a_change_that_a_comparison_finds_is_not_blamed_on_padding(backend: Grap
         close(g(x), model(x))
     assert "nothing is padded" not in g.explain()
     assert "captured again: model.table (its contents)" in g.explain()
-    assert "2 times graphs were freed, as the model had changed: model.table" in g.explain()
+    assert "; 2 changes of model.table freed graphs" in g.explain()
     assert sizes(g) == {4}
 
 
@@ -1506,8 +1529,8 @@ def test_hooks_of_each_request_are_told_once(
             hook.remove()
         assert torch.equal(*found)
     assert caplog.text.count("captured again: ") == 1
-    told = "3 times graphs were freed, as the model had changed: model.model.layers[0].mlp."
-    assert f"{told}_forward_hooks" in g.explain()
+    told = "; 3 changes of model.model.layers[0].mlp._forward_hooks freed graphs"
+    assert told in g.explain()
     assert "ignore=" not in g.explain()
 
 
@@ -1852,7 +1875,10 @@ def test_generate_tells_why_it_finds_no_graph(
     g = cgplan.graphed_generate(lm, max_cache_len=32)
     lm.generate(prompt, max_new_tokens=20, return_dict_in_generate=True, num_beams=2)
     lm.generate(prompt, max_new_tokens=12, use_cache=False)
-    other = "does not use the cache that graphed_generate keeps for graphs"
+    other = (
+        "does not use the cache that graphed_generate keeps for graphs; it runs eagerly, and "
+        "tokens are right"
+    )
     reasons = {
         f"generate with return_dict_in_generate=True and num_beams {other}": 20,
         f"generate with use_cache=False {other}": 12,
@@ -2042,12 +2068,15 @@ def test_generate_with_a_sliding_window(backend: GraphBackend, kind: str, length
     assert (replays(g) > 50) is has_graphs
     told = "generate with sliding or chunked attention does not use the cache"
     assert (told in g.explain()) is not has_graphs
-    assert ("; max_cache_len=16, the window, has graphs" in g.explain()) is not has_graphs
+    beyond = "docs/graphed.md, Beyond the window"
+    told = f"; max_cache_len=16, the window, has graphs; for longer texts: {beyond}"
+    assert (told in g.explain()) is not has_graphs
     assert "ignore" not in g.explain(), "the number decides what the cache does"
     if has_graphs:
         with pytest.raises(InputError) as refused:
             lm.generate(prompt, max_new_tokens=100)
         assert "a larger max_cache_len (above 16, its window, this model" in refused.value.remedy
+        assert beyond in refused.value.remedy
         assert "cgplan.load_model serves longer texts" in refused.value.remedy
 
 

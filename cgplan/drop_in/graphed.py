@@ -310,10 +310,11 @@ class Graphed:
             held = Fingerprint.of({"caches": caches}, torch.device("cpu")).tensors
             total = format_bytes(sum(tensor.nbytes for tensor in held))
             lines.append(f"memory of generate: {total} in {counted(len(caches), 'cache')}")
-        lines += sorted({*learner.notices.values()} - calls.eager.keys())
-        for path, count in learner.changed.most_common():
+        told = dict(learner.notices)
+        for subject, count in learner.changed.items():
             if count > 1:
-                lines.append(f"{count} times graphs were freed, as the model had changed: {path}")
+                told[subject] += f"; {count} changes of {subject} freed graphs"
+        lines += sorted({*told.values()} - calls.eager.keys())
         lines.append(f"graphs answered {counted(calls.replayed, 'call')}")
         for reason, count in calls.eager.most_common():
             lines.append(f"{counted(count, 'call')} ran eagerly: {reason}")
@@ -718,7 +719,7 @@ class _Generate:
         if 0 < self._window < longest:
             hint = (
                 f" (above {self._window}, its window, this model has no graphs here: "
-                "cgplan.load_model serves longer texts, docs/graphed.md)"
+                "cgplan.load_model serves longer texts: docs/graphed.md, Beyond the window)"
             )
 
         def refuse(*_: Any, **__: Any) -> Never:
@@ -761,12 +762,15 @@ class _Generate:
                 shown = repr(value) if isinstance(value, str | int) else type(value).__name__
                 other.append(f"{option(name, where=True)}={shown}")
         other += filter(without.get, without)
-        hint = ""
+        hint = "; it runs eagerly, and tokens are right"
         if not other and any(self._new_cache().is_sliding):  # they count tokens in Python
             other = ["sliding or chunked attention"]
             hint = "; no max_cache_len has graphs"
             if self._window:
-                hint = f"; max_cache_len={self._window}, the window, has graphs"
+                hint = (
+                    f"; max_cache_len={self._window}, the window, has graphs; for longer texts: "
+                    "docs/graphed.md, Beyond the window"
+                )
         return other and (
             f"generate with {' and '.join(other)} does not use the cache that "
             f"graphed_generate keeps for graphs{hint}"

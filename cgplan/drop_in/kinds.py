@@ -261,7 +261,8 @@ class Kind:
         for value in objects_in(form):
             if id(value) not in given:
                 raise OutputShapeError(
-                    f"the model returns a {type(value).__name__}, whose tensors cannot be reached"
+                    f"the model returns a {type(value).__name__}, whose tensors cannot be reached: "
+                    "return tensors alone, or of transformers pass use_cache=False"
                 )
         if self._points and form != self.forward.returns:
             raise OutputShapeError(

@@ -216,11 +216,11 @@ class Learner:
 
     def __post_init__(self) -> None:
         self.backend: GraphBackend
-        self.changed = Counter[str]()
         self._begin()
 
     def _begin(self) -> None:
         self.notices: dict[str, str] = {}
+        self.changed = Counter[str]()  # of the same subjects
         # the least recently used go first
         self._kinds = OrderedDict[Form, list[Kind]]()
         self._families: dict[Form, Family] = {}

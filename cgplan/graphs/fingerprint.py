@@ -209,23 +209,18 @@ class Change:
         return self.path
 
     def hint(self, changes: Sequence[Self]) -> str:
-        """Not of tensors, modes and objects that come and go. ``changes``: of the same run."""
+        """Of numbers alone: text, flags and lengths decide. ``changes``: of the same run."""
+        kinds = {type(self.was), type(self.now)} - {type(ABSENT)}
+        if self.path.startswith("len(") or not kinds <= {int, float}:
+            return ""
         subject = self.subject
-        if subject.endswith((".requires_grad", ".training")):
-            return ""
-        ignorable = {*PLAIN, Stateful} - {type(None), bool}  # a flag decides
-        if subject != self.path:
-            ignorable = {*PLAIN, type(ABSENT), dict, list, tuple}
-        is_ignorable = {type(self.was), type(self.now)} <= ignorable
-        if not is_ignorable:
-            return ""
         alike = {re.sub(r"\[\d+\]", "[*]", change.subject) for change in changes}
         if len(changes) > len(alike) == 1:
             subject = alike.pop()
-        hint = f"; ignore=[{subject!r}] if it decides nothing"
-        if type(self.now) in (int, float):
-            hint += ", or make it a tensor and write it in place"
-        return hint
+        return (
+            f"; ignore=[{subject!r}] if it decides nothing, or make it a tensor and write it in "
+            "place"
+        )
 
     @property
     def is_new(self) -> bool:

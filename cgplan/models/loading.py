@@ -194,7 +194,10 @@ def parse_dtype(name: object) -> torch.dtype:
     """A floating-point one, such as bfloat16. Raises ModelError."""
     dtype = getattr(torch, str(name).removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ModelError(f"unknown dtype {name!r}", remedy="Choose float32, bfloat16 or float16.")
+        raise ModelError(
+            f"model.kwargs.dtype: unknown dtype {name!r}",
+            remedy="Choose float32, bfloat16 or float16.",
+        )
     return dtype
 
 

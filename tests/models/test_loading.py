@@ -249,7 +249,7 @@ def test_forward_signature() -> None:
 def test_dtypes() -> None:
     assert parse_dtype("bfloat16") is parse_dtype("torch.bfloat16") is torch.bfloat16
     for name in ("int8", "float33", None, "nn"):
-        with pytest.raises(ModelError, match="unknown dtype"):
+        with pytest.raises(ModelError, match=r"model\.kwargs\.dtype: unknown dtype"):
             parse_dtype(name)
 
 
