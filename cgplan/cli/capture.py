@@ -208,7 +208,7 @@ def _fitted(
             unused = "the value in the configuration is not used"
             notes.append(f"{path} decides {setting.name}; {unused}")
         if not plan.budget.items() <= budget_of(config).items():
-            notes.append(f"{path} was made for another budget than the configuration's")
+            notes.append(f"{path} is used; it was made for another budget than the configuration's")
         plan = found.changed(notes=tuple(notes))
     if is_first_rank():
         for line in (*(f"note: {text}" for text in notes), *announcements(plan)):

@@ -973,7 +973,7 @@ def explain(
         remedy = "Give the option a value as expected; -h lists the options."
     if is_unknown:
         remedy = "Correct or remove the key; `cgplan schema --format markdown` lists all keys."
-    if "pad' is missing" in message:
+    if re.search(r"\bpad(: found|' is missing)", message):
         remedy = "Give pad=0, or the value that padding rows may hold."
     if "dims" in message:
         remedy += (

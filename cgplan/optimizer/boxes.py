@@ -29,6 +29,7 @@ from cgplan.optimizer.evidence import (
     SizeUse,
     of_costs,
 )
+from cgplan.optimizer.lint import BETWEEN
 from cgplan.optimizer.paths import Floats, Ints, best_paths
 from cgplan.optimizer.propose import ALIKE, EXACT, NO_GAIN
 from cgplan.optimizer.search import ROUNDING
@@ -175,7 +176,6 @@ CANDIDATES = 1600  # boxes to choose among, about
 PRICED: tuple[PlanLimit, ...] = ("memory", "capture_time")
 BOXES = 32  # where no budget says how many
 ROUNDS = 3  # of exchanges in each dimension of a grid
-EVEN = (np.arange(1, 5), np.arange(1, 9))  # steps of a grid of 4 x 8 evenly spaced sizes
 MAP_SIZES = 12  # rows and columns of the map of padding
 NO_TIMES = (
     "no step times were given: a step counts 1 us for each element, the product of its sizes as "
@@ -201,12 +201,8 @@ def least_padded(boxes: Ints, graphs: int) -> list[int]:
         _elements(boxes),
         inf,
     )
-    chosen, _ = exchanged(
-        filled(cost, batches),
-        batches,
-        Purse.of_graphs(graphs, len(boxes)),
-    )
-    return chosen
+    purse = Purse.of_graphs(graphs, len(boxes))
+    return exchanged(filled(cost, batches), batches, purse)[0]
 
 
 def dims_of(config: Config) -> list[Dim]:
@@ -617,13 +613,6 @@ class _BoxProblem:
             if holds.all() and not np.array_equal(boxes, by_powers):
                 found["the configured sizes"] = boxes
         found["powers of two"] = by_powers
-        if len(self._dims) == len(EVEN):
-            even = []
-            for dim, steps in zip(self._dims, EVEN, strict=True):
-                step = steps[-1] * dim.multiple_of
-                sizes = np.unique(-(-dim.top * steps // step))
-                even.append(sizes * dim.multiple_of)
-            found["even 4 x 8"] = _grid(even)
         return found
 
     def _uses(self, boxes: Ints) -> Iterator[SizeUse]:
@@ -697,7 +686,8 @@ class _BoxProblem:
             found.append(f"{change} {words}")
         verdict = f"steps {', '.join(found)}"
         warnings = []
-        unsure = [*surface.unsure] if surface else [NO_TIMES]
+        unsure = [*self.traffic.warnings]
+        unsure += surface.unsure if surface else [NO_TIMES]
         if eager is not None and step > eager * (1 - NO_GAIN):
             verdict = f"{NOT_WORTH_IT}: {verdict}"
         if surface:
@@ -747,6 +737,18 @@ class _BoxProblem:
         )
 
     def _notes(self, boxes: Ints) -> Iterator[str]:
+        if self.surface:
+            axes = self.surface.axes
+            ran = boxes[self._runs_in(boxes)]
+            inside = np.minimum(ran, [axis[-1] for axis in axes])
+            above = _up(inside, axes)
+            late = np.maximum(self._times(above) / self._times(ran) - 1, 0.0)
+            if self._weights @ late > BETWEEN * self._total:
+                share = self._weights[late > 0].sum() / self._total
+                yield (
+                    f"{share:.1%} of the steps run in graphs between measured sizes: their times "
+                    "are guessed; measure them: a bench with these sizes and the largest in `dims`"
+                )
         if self._thinned:
             yield (
                 f"too many sizes of {' and '.join(self._thinned)}: only those that pad batches "
@@ -776,7 +778,7 @@ def _holds(boxes: Ints, batches: Ints) -> Bools:
     return np.asarray((batches[:, None] <= boxes).all(axis=-1))
 
 
-def _up(batches: Ints, sizes: Sequence[Ints]) -> Ints:
+def _up(batches: Ints, sizes: Sequence[Ints | Floats]) -> Ints:
     columns = zip(sizes, batches.T, strict=True)
     return np.stack(
         [of[np.searchsorted(of, column)] for of, column in columns],

@@ -180,15 +180,12 @@ def sizes_between(plan: Plan, run: Run) -> Iterator[str]:
         known = run.times.measured_at(use.mode, use.num_active_loras)
         if use.size is None or not known[0] < use.size < known[-1] or use.size in known:
             continue
-        place = bisect(known, use.size)
-        below, above = (
-            run.times.of(use.mode, size, use.num_active_loras)
-            for size in (known[place - 1], known[place])
-        )
+        above = known[bisect(known, use.size)]
+        most = run.times.of(use.mode, above, use.num_active_loras)
         sizes.append(use.size)
         measured.update(known)
         share += use.share
-        may_differ += use.share * (above - below)
+        may_differ += use.share * (most - (use.step_us or most))
     if may_differ > BETWEEN * run.expected_us and OF_ANOTHER_MODEL not in run.times.unsure:
         yield (
             f"{share:.1%} of the steps run in graphs between measured sizes ({listed(sizes)}): "

@@ -723,12 +723,9 @@ def _keys(
                 max_query_len=max_query_len,
             )
         keys[lane.mode, key] = None
-    return tuple(sorted(keys, key=_v2_place)) if is_v2 else capture_order(keys)
-
-
-def _v2_place(key: Key) -> tuple[bool, int]:
-    mode, descriptor = key
-    return mode is CUDAGraphMode.FULL, -descriptor.num_tokens
+    if not is_v2:
+        return capture_order(keys)
+    return tuple(sorted(keys, key=lambda key: (key[0] is CUDAGraphMode.FULL, -key[1].num_tokens)))
 
 
 def _boxes(

@@ -545,7 +545,10 @@ class Beside(Record):
 _KINDS: dict[str, type[Report]] = {
     model.model_fields["kind"].default: model for model in get_args(Report)
 }
-_REMEDY = "Give a JSON file that `cgplan ... --output` wrote; --config takes configurations."
+_REMEDY = (
+    "Give a JSON file that `cgplan ... --output` wrote; --config takes configurations, which "
+    "`cgplan init my_model.py:build > my.yaml` makes of Python files."
+)
 
 
 def load_report(path: str | Path, kind: str | None = None) -> Report:

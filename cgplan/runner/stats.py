@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from cgplan.errors import CgplanError
+from cgplan.errors import CgplanError, TrafficError
 from cgplan.modes import BatchDescriptor, CUDAGraphMode, Key
 from cgplan.planning import MissReason, Plan
 from cgplan.runner.routing import RoutedBatch
@@ -227,6 +227,12 @@ class RunnerStats:
                     "tokens allow"
                 ]
         inputs = ", ".join(self.plan.fixed_inputs)
+        if not found:
+            raise TrafficError(
+                f"the runner{inputs and f' of {inputs}'} had no call since its warm-up",
+                remedy="Skip it, or warm up inside the no_grad or inference_mode that the handler "
+                "enters.",
+            )
         return Traffic.of(found, "runner.stats", notes, inputs=inputs)
 
     def samples(self) -> dict[str, Iterable[Sample]]:

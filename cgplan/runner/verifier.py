@@ -109,12 +109,19 @@ class Verifier:
                     f"List each {name} in dims.{name}.sizes: none is padded then, but a plan may "
                     "merge them. A runner for each is safe. "
                 )
+        cause = (
+            "Look for numbers and branches that Python computed at capture, moved tensors, and "
+            "random operators that do not draw from torch's generators."
+        )
+        if "padding holds" in record.failure:
+            cause = (
+                "Rows reach each other, or the model is in training mode: call .eval(), list each "
+                "size, or pass the true count."
+            )
         raise NumbersError(
             f"the replay of {record.mode} {record.descriptor} differs from the model's own "
             f"code: {record.failure}{padded}",
-            remedy=f"{remedy}Look for numbers and branches that Python computed at capture, moved "
-            "tensors, padding that reaches real rows (as in training mode: call .eval()), and "
-            "random operators that do not draw from torch's generators.",
+            remedy=remedy + cause,
             output=output,
         )
 

@@ -347,7 +347,7 @@ _HEADER = re.compile(r"\|\s*" + r"\s*\|\s*".join(COLUMNS) + r"\s*\|")
 _ROW = re.compile(r"\|((?:[^|]*\|){5}|\s*-?\d+\s*(?:\|.*)?)$")
 _MODE = re.compile(r"- Mode: *(?:CUDAGraphMode\.)?(\w+)\s*$")
 _SIZES = re.compile(r"- Capture sizes: *\[([\d, ]*)\]\s*$")
-FEW_STEPS = 100  # of a runner, below which they need not be typical
+FEW_STEPS = 100  # below which they need not be typical
 METRIC = "cgplan_batches"  # of a runner's metrics, in Prometheus' text format
 _REPLAYS = re.compile(r'^cgplan_replays_total\{.*?num_tokens="(\d+)"', re.MULTILINE)
 _INFO = re.compile(r"^cgplan_info\{.*", re.MULTILINE)
@@ -524,13 +524,8 @@ def read_traffic(
             f"{path} holds counts of steps, which cannot be sped up",
             remedy="Leave the speedup out, or give a request trace.",
         )
-    declared = ", ".join(plan.fixed_inputs)
-    if found.inputs not in (None, declared):
-        warning = (
-            f"the runner of {path.name} takes {found.inputs}, the configuration declares "
-            f"{declared}: take traffic and runner.config of one runner"
-        )
-        found = found.changed(warnings=(warning, *found.warnings))
+    doubts = _doubts(path, plan, found.total, found.inputs)
+    found = found.changed(warnings=(*found.warnings, *doubts))
     seqs, tokens = plan.max_num_seqs, plan.max_num_batched_tokens
     beyond = 0.0
     loras = plan.max_loras or 0
@@ -574,6 +569,8 @@ def read_sizes(path: str | Path, dims: Sequence[Dim], plan: Plan) -> SizeCounts:
     counts: Counter[tuple[int, ...]] = Counter()
     beyond = 0
     rows: Iterable[tuple[tuple[int, ...], Any]]
+    inputs = None
+    warnings: tuple[str, ...] = ()
     if METRIC in text or '"histogram"' in text:
         if len(names) > 1:
             raise TrafficError(
@@ -584,6 +581,8 @@ def read_sizes(path: str | Path, dims: Sequence[Dim], plan: Plan) -> SizeCounts:
         seen = _traffic_of(text, path, plan, None)
         assert isinstance(seen, Traffic)
         rows = [((shape.num_tokens,), round(weight)) for shape, weight in seen.histogram]
+        inputs = seen.inputs
+        warnings = seen.warnings
     else:
         rows = sized_rows(text, path, names, TrafficError, column, (Whole, 1))
     for sizes, count in rows:
@@ -596,7 +595,8 @@ def read_sizes(path: str | Path, dims: Sequence[Dim], plan: Plan) -> SizeCounts:
             f"{path}: no batch up to {most} with a count above 0",
             remedy="Give traffic with such a batch, or raise max in `dims`.",
         )
-    return SizeCounts(names, dict(sorted(counts.items())), beyond, path.name)
+    warnings += tuple(_doubts(path, plan, beyond + counts.total(), inputs))
+    return SizeCounts(names, dict(sorted(counts.items())), beyond, path.name, warnings)
 
 
 def _read(path: str | Path) -> tuple[str, Path]:
@@ -663,6 +663,20 @@ def _traffic_of(
         return trace._replace(notes=(*_note_on(ignored), *trace.notes))
     counts, guesses = _counted(rows, plan)
     return Traffic.of(counts, f"{path.name}: histogram", [*guesses, *_note_on(ignored)])
+
+
+def _doubts(path: Path, plan: Plan, steps: float, inputs: str | None) -> Iterator[str]:
+    declared = ", ".join(plan.fixed_inputs)
+    if inputs not in (None, declared):
+        yield (
+            f"the runner of {path.name} takes {inputs}, the configuration declares {declared}: "
+            "take traffic and runner.config of one runner"
+        )
+    if steps < FEW_STEPS:
+        yield (
+            f"{path.name} has {counted(round(steps), 'step')}: let the server run for a typical "
+            "hour, and plan again"
+        )
 
 
 def _counted(
@@ -785,7 +799,8 @@ def _metrics(text: str, path: Path, plan: Plan) -> Traffic:
         raise TrafficError(
             f"{path} has batches of several runners: {', '.join(sorted(runners))}",
             remedy="Give the lines of one of them: curl -s URL | grep "
-            f"""'runner="{max(own or runners)}"' > metrics.txt""",
+            f"""'runner="{max(own or runners)}"' > metrics.txt, and --traffic metrics.txt in """
+            "place of --from-stats",
         )
     counts, guesses = _counted(rows, plan)
     sizes = {descriptor.num_tokens for _, descriptor in plan.keys}
@@ -796,11 +811,6 @@ def _metrics(text: str, path: Path, plan: Plan) -> Traffic:
         warnings.append(
             f"the runner of {path.name} has graphs of {listed(others)}, which the configuration "
             "does not list: take runner.config of that runner, unless you changed the sizes since"
-        )
-    if counts.total() < FEW_STEPS:
-        warnings.append(
-            f"{path.name} has {counted(counts.total(), 'step')}: let the server run for a "
-            "typical hour, and plan again"
         )
     source = f"{path.name}: metrics of a runner"
     return Traffic.of(counts, source, guesses, warnings, inputs=inputs)

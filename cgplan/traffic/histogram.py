@@ -240,3 +240,4 @@ class SizeCounts(NamedTuple):
     counts: Mapping[tuple[int, ...], int]  # ascending, above 0
     beyond: int  # batches above the largest size of a dimension
     source: str
+    warnings: tuple[str, ...] = ()

@@ -460,7 +460,7 @@ class StepTimes(Record):
             else:
                 said.append(
                     f"{curve.name} beyond {sizes[-1]} tokens was not measured: "
-                    f"{curve.last_slope:.3g} us for each more token{floor}"
+                    f"{format_microseconds(curve.last_slope)} for each more token{floor}"
                 )
             if sizes[0] > FEW and mode is not CUDAGraphMode.PIECEWISE:
                 unsure.append(

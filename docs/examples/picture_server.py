@@ -42,22 +42,27 @@ class Net(nn.Module):
 
 
 def capture():
+    assert SIZES, "SIZES lists no shape"
     model, runners = build().eval().to(DEVICE), {}
     largest = {"max_num_seqs": LARGEST, "max_num_batched_tokens": LARGEST}
     for shape, sizes in SIZES.items():
         inputs = {"x": (("num_tokens", *shape), torch.float32, 0)}  # by the name in the forward; num_tokens: pictures
         graphs = {"cudagraph_capture_sizes": sizes}
         runners[shape] = cgplan.capture(model, inputs, compilation=graphs, scheduler=largest)
-        check(runners[shape], shape)
+        check(model, runners[shape], shape)
     return runners
 
 
-def check(runner, shape):
-    """The server does not start if a graph differs from your model, or if `run` does not fit it."""
+@torch.no_grad()
+def check(model, runner, shape):
+    """The server does not start if a graph differs from your model, or that mixes rows, or if `run` does not fit it."""
     for n in filter(runner.padded, range(1, LARGEST + 1)):  # each graph, padded and full
         record = runner.verify(torch.rand(n, *shape))
         assert not record.failure, f"a batch of {n}, shape {shape}: {record.failure}"
-    run(runner, [torch.rand(shape)])
+    pictures = [torch.rand(shape), *[torch.ones(shape)] * (LARGEST - 1)]
+    run(runner, pictures)
+    alone, beside = (torch.tensor(run(lambda x: model(x.to(DEVICE)), pictures[:n])[0]) for n in (1, LARGEST))
+    assert torch.allclose(alone, beside, 1e-2, 1e-2), f"shape {shape}: a picture beside others is answered otherwise"
     runner.stats.reset()
 
 
@@ -127,7 +132,7 @@ def shape_for(height, width):
 
 
 @app.post("/classify")
-async def classify(pixels: list[list[list[float]]]) -> list[float]:
+async def classify(pixels: list[list[list[float]]]):
     return await scores_of(picture_of(pixels))
 
 

@@ -148,7 +148,7 @@ def test_a_capture_says_that_its_plan_was_made_for_another_budget(home: Path) ->
     saved_plan(*budget)
     planned = ("capture", *GOOD, "--plan", "plan.json")
     result = good(*planned, *settings("budget.memory=3GiB", "budget.reserve=1kB"))
-    said = "plan.json was made for another budget than the configuration's"
+    said = "plan.json is used; it was made for another budget than the configuration's"
     assert f"note: {said}\n" in unwrapped(result.stderr)
     head = " ".join(result.stdout.partition("num_reqs")[0].split())
     assert f"note {said}" in head

@@ -319,7 +319,7 @@ def target(name: str) -> tuple[str, ...]:
         ("ConfigFileError", ("capture", "god.yaml"), ["no such file: god.yaml", "mean 'good.yaml'?"]),
         ("ModelError", ("init", "no/model"), ["no/model is neither a target nor a Hugging Face model on this machine"]),
         ("ModelError", ("init", "."), ["name a folder with a config.json"]),
-        ("ReportError", ("plan", "diff", "good.yaml", "good.yaml"), ["--config takes configurations"]),
+        ("ReportError", ("plan", "diff", "good.yaml", "good.yaml"), ["--config takes configurations, which `cgplan init"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
 )  # fmt: skip

@@ -516,3 +516,6 @@ def test_an_input_without_padding_is_told_what_to_give() -> None:
     with pytest.raises(ConfigError, match="'pad' is missing") as caught:
         Input(shape=["num_tokens", 8], dtype="float32")  # type: ignore[call-arg, arg-type]
     assert caught.value.remedy == "Give pad=0, or the value that padding rows may hold."
+    with pytest.raises(ConfigError, match="pad: found 'zero'") as caught:
+        Input(shape=["num_tokens", 8], dtype="float32", pad="zero")  # type: ignore[arg-type]
+    assert caught.value.remedy == "Give pad=0, or the value that padding rows may hold."

@@ -495,6 +495,11 @@ class Mixing(torch.nn.Module):
         return rows - rows.mean(0)
 
 
+class Scores(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mean((2, 3))
+
+
 class Wrapped(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"logits": x.mean((2, 3))}
@@ -506,7 +511,13 @@ class Wrapped(torch.nn.Module):
         ([1, 3, 16], Mixing, r"a batch of 2, shape \(3, 32, 32\): "),
         ([16], Mixing, "a batch of 1, "),
         ([1], Wrapped, "has no attribute 'tolist'"),
-        ([1], Mixing, None),  # larger batches have no graph, and are not padded
+        (
+            [1],
+            Mixing,
+            "a picture beside others",
+        ),  # larger batches have no graph, and are not padded
+        ([*range(1, 17)], Mixing, "a picture beside others"),  # no batch is padded
+        ([1], Scores, None),
     ],
 )
 def test_a_server_of_pictures_starts_only_if_its_graphs_are_right(

@@ -288,13 +288,12 @@ def test_other_grids_stand_beside_the_plan() -> None:
     counts = {(1, 500): 10, (64, 10): 10, (3, 40): 80}
     evidence = evidence_of(counts, 3)
     assert boxes_of(evidence) == set(counts)
-    full, powers, even = evidence.ladders
+    full, powers = evidence.ladders
     assert full.graphs <= 3
-    assert (powers.graphs, even.graphs) == (7 * 10, 4 * 8)
+    assert powers.graphs == 7 * 10
     assert powers.expected_us == pytest.approx((10 * 1 * 512 + 10 * 64 * 16 + 80 * 4 * 64) / 100)
-    assert even.expected_us == pytest.approx((10 * 16 * 512 + 10 * 64 * 64 + 80 * 16 * 64) / 100)
-    assert even.padding == pytest.approx(
-        1 - (10 * 500 + 10 * 640 + 80 * 120) / (100 * even.expected_us)
+    assert powers.padding == pytest.approx(
+        1 - (10 * 500 + 10 * 640 + 80 * 120) / (100 * powers.expected_us)
     )
     assert evidence.padding == 0
     assert powers.unused == 70 - 3
@@ -511,3 +510,16 @@ def test_steps_alike_are_as_long() -> None:
     counts = {(1, 8): 5, (2, 8): 5}
     verdict = evidence_of(counts, dims={"batch": {"max": 2}, "length": {"max": 8}}).verdict
     assert "steps as long as with" in verdict
+
+
+@pytest.mark.parametrize(("slow", "is_told"), [(2500.0, True), (710.0, False)])
+def test_boxes_between_measured_sizes_are_told_where_times_may_differ(
+    slow: float, is_told: bool
+) -> None:
+    surface = StepSurface((np.array([1.0, 4.0]),), np.array([700.0, slow]), "by hand")
+    seen = traffic_of({(n,): 1 for n in (1, 2, 3, 4)}, names=("batch",))
+    config = config_of(4, dims={"batch": {"max": 4}})
+    evidence = propose_boxes(config, seen._replace(warnings=("few",)), surface).evidence
+    note = "50.0% of the steps run in graphs between measured sizes: their times are guessed"
+    assert any(note in each for each in evidence.traffic_notes) is is_told
+    assert "few" in evidence.unsure

@@ -21,12 +21,13 @@ from cgplan import BatchDescriptor, Config, CUDAGraphMode, GraphRunner, Input, b
 from cgplan.backends import GraphBackend
 from cgplan.backends.backend import Trace
 from cgplan.buffers.batch import Batch as Rows
+from cgplan.config import Dim
 from cgplan.errors import CgplanError, InputError, TrafficError
 from cgplan.planning import MissReason
 from cgplan.runner import stats as stats_module
 from cgplan.runner.routing import RoutedBatch
 from cgplan.runner.stats import BatchCount, RunnerStats, StatsCollector
-from cgplan.traffic.files import log_traffic, read_traffic
+from cgplan.traffic.files import log_traffic, read_sizes, read_traffic
 from cgplan.traffic.histogram import StepShape as Batch
 from cgplan.traffic.histogram import Traffic
 
@@ -278,7 +279,7 @@ def test_statistics_of_a_batch_beyond_max_num_seqs_can_be_planned_for(
 def test_no_traffic_before_the_first_call(backend: GraphBackend) -> None:
     runner = open_runner(backend)
     runner.stage(3)  # prepared, and not run
-    with pytest.raises(TrafficError, match="no batch with a count above 0"):
+    with pytest.raises(TrafficError, match="the runner had no call since its warm-up"):
         runner.stats.traffic()
     assert runner.stats.table().endswith(
         "Count |\n|-----------------|---------------|--------------|--------------|-------|\n"
@@ -498,12 +499,16 @@ def test_saved_traffic_of_a_runner_with_other_inputs_is_told(tmp_path: Path) -> 
     count_of(stats, 3, 3, NONE, BatchDescriptor(3), MissReason.TOO_LARGE).calls = 5
     path = tmp_path / "calls.json"
     path.write_text(stats.traffic().model_dump_json())
-    assert read_traffic(path, plans[96]).warnings == ()
-    (told,) = read_traffic(path, plans[64]).warnings
-    assert told.startswith(
+    wrong = (
         "the runner of calls.json takes x [num_tokens, 3, 96, 96], the configuration declares "
         "x [num_tokens, 3, 64, 64]"
     )
+    few = "calls.json has 5 steps: let the server run for a typical hour"
+    for side, told in ((96, [few]), (64, [wrong, few])):
+        of_sizes = read_sizes(path, [Dim("num_tokens", max=8)], plans[side])
+        for warnings in (read_traffic(path, plans[side]).warnings, of_sizes.warnings):
+            assert len(warnings) == len(told)
+            assert all(map(str.startswith, warnings, told))
 
 
 @pytest.mark.parametrize("wrong", [["stats"], {"a": "runner"}, "stats"])

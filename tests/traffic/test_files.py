@@ -240,7 +240,9 @@ def test_junk_below_a_header_is_refused_or_read(
 
 @pytest.mark.parametrize("indent", [None, 2])
 def test_saved_traffic_reads_back(written: Any, indent: int | None) -> None:
-    traffic = Traffic.of({StepShape(4, 4, True): 1.5, StepShape(9, 2): 2}, "somewhere", ["a note"])
+    traffic = Traffic.of(
+        {StepShape(4, 4, True): 150.5, StepShape(9, 2): 2}, "somewhere", ["a note"]
+    )
     assert written(traffic.model_dump_json(indent=indent)) == traffic
 
 
@@ -836,6 +838,15 @@ def test_bad_batches_of_several_sizes(tmp_path: Path, text: str, told: str) -> N
     with pytest.raises(TrafficError) as raised:
         read_sizes(tmp_path / "lengths.csv", SIZES, PLAN)
     assert told in str(raised.value)
+
+
+@pytest.mark.parametrize(("number", "is_few"), [(99, True), (100, False)])
+def test_few_batches_of_several_sizes_are_told(tmp_path: Path, number: int, is_few: bool) -> None:
+    (tmp_path / "lengths.csv").write_text(f"batch,length,count\n2,50,{number - 1}\n9,1,1\n")
+    warnings = read_sizes(tmp_path / "lengths.csv", SIZES, PLAN).warnings
+    assert (
+        any("lengths.csv has 99 steps: let the server run" in each for each in warnings) is is_few
+    )
 
 
 def test_a_dimension_may_be_called_count(tmp_path: Path) -> None:

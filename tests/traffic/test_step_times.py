@@ -134,7 +134,7 @@ def test_times_between_and_beyond_points(
     [
         (
             {"FULL": {1: 10, 100: 10, 200: 30}},
-            "FULL beyond 200 tokens was not measured: 0.2 us for each more token",
+            "FULL beyond 200 tokens was not measured: 0.20 us for each more token",
         ),
         (
             {"NONE": {1: 10}, "FULL": {1: 5, 8: 6}},
@@ -146,7 +146,7 @@ def test_times_between_and_beyond_points(
         ),
         (
             {"NONE": {1: 20}, "FULL": {1: 5, 2: 6}},
-            "FULL beyond 2 tokens was not measured: 1 us for each more token; it saves less",
+            "FULL beyond 2 tokens was not measured: 1.00 us for each more token; it saves less",
         ),
         ({"FULL": {1: 10.0, 64: 5.0}}, "FULL at 64 tokens took 5.00 us, a smaller batch 10.0 us"),
         ({"NONE": {1: 100}, "FULL": {1: 20}}, "PIECEWISE was not measured"),
