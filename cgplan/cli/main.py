@@ -49,6 +49,7 @@ PLAIN: dict[str, Any] = {  # the same help on every terminal
 }
 _HINTS = {  # by what is said; the first counts
     "option: --speculative-config": "Of vLLM: give --speculative-method, --num-speculative-tokens",
+    ": --max-cudagraph-c": """Of vLLM: write --vllm '{"max_cudagraph_capture_size": 512}'""",
     ": --.*cudagraph-c": """Of vLLM: write --vllm '{"cudagraph_capture_sizes": [1, 2, 4]}'""",
     "option: (-d|--data-parallel-size)$": "Leave it out: the answer is for one rank",
     "^-O|: (-O|--optim)": (

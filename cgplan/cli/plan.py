@@ -329,6 +329,8 @@ def run_check(path: Path, loads: Loads, max_regret: float | None, shown: Shown) 
     command = _command_anew(path, plan, loads, rules)
     planner = Planner(times, sources, costs, **rules)
     check = planner.check(config, plan, f"{command} --mode best --memory none")
+    for name, value in plan.budget.items():
+        command += f" --set budget.{name}={value}"
     shown.publish(check)
     if check.slo_missed:
         raise RegretError(

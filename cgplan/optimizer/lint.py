@@ -10,6 +10,7 @@ import numpy as np
 
 from cgplan.modes import CUDAGraphMode
 from cgplan.optimizer.problem import Run, largest_of
+from cgplan.planning.engines import eager_drafts
 from cgplan.planning.plan import LARGEST_DEFAULT_SIZE, Lane, Plan, lanes_of
 from cgplan.traffic.histogram import StepShape
 from cgplan.traffic.step_times import ABOUT, OF_ANOTHER_MODEL
@@ -34,6 +35,7 @@ def lint(plan: Plan, run: Run) -> tuple[str, ...]:
     mode are missing.
     """
     return (
+        *eager_drafts(plan),
         *_traffic_cliffs(plan, run),
         *_scheduler_cliffs(plan, run),
         *_beyond_the_scheduler(plan, run),
@@ -43,6 +45,7 @@ def lint(plan: Plan, run: Run) -> tuple[str, ...]:
 
 
 def lint_without_traffic(plan: Plan) -> Iterator[str]:
+    yield from eager_drafts(plan)
     most = largest_of(Lane(CUDAGraphMode.FULL, True, 0), plan)
     held = max((sizes[-1] for sizes in plan.lanes().values()), default=most)
     if held < most:

@@ -633,7 +633,7 @@ def problem_of(
         has_graphs |= bool(may.any())
         if one_list or may.any():
             alike = lanes if one_list else [lane]
-            measured = [times.measured_to(one.mode, one.num_active_loras) for one in alike]
+            measured = [times.measured_at(one.mode, one.num_active_loras)[-1] for one in alike]
             allowed = plan.largest_allowed or max(asked_to, *measured)
             offer = _Offer(
                 lane,

@@ -776,7 +776,7 @@ class PlannedGraphs:
                 f"{'--slo asks for the fewest' if self.for_slo else 'see what binds'}"
             )
         if ladder.no_gain and change <= ALIKE:
-            keep = "keep them; " if self._keeps(ladder) else ""
+            keep = "keep them, and paste no list; " if self._keeps(ladder) else ""
             return (
                 f"no gain in step time: {theirs} it is within 1% of the bound; {keep}"
                 f"as good with {graphs}"

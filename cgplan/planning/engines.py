@@ -277,6 +277,17 @@ def describe_batches(plan: Plan) -> Iterator[str]:
     decode = _modes_of(plan, q, min(plan.max_num_seqs, tokens // q), uniform=True)
     yield f"decode batches, by requests of {counted(q, 'token')}: {decode}"
     yield f"mixed batches, by tokens: {_modes_of(plan, 1, tokens, uniform=False)}"
+    yield from eager_drafts(plan)
+
+
+def eager_drafts(plan: Plan) -> Iterator[str]:
+    most = plan.max_num_seqs
+    largest = max((key.num_tokens for _, key in plan.draft_decode_keys), default=most)
+    if largest < most:
+        yield (
+            f"draft model, decode: 1 to {largest} requests in FULL graphs, more, up to {most}, "
+            f"eagerly: add size {most}"
+        )
 
 
 def _modes_of(plan: Plan, each: int, most: int, *, uniform: bool) -> str:
@@ -320,10 +331,11 @@ def _parse(text: str) -> dict[str, Any]:
             f"Keys that decide what is captured: {', '.join(_TAKEN_OVER)}.",
         )
     number, level = given.get("cudagraph_mode"), given.get("mode")
-    if str(number).upper() == "AUTO":
+    *modes, _ = CUDAGraphMode.__members__  # AUTO is not vLLM's
+    if isinstance(number, str) and number.upper() not in modes:
         raise ConfigError(
-            f"{OPTION}: vLLM has no cudagraph_mode AUTO",
-            remedy="Give NONE, PIECEWISE, FULL, FULL_DECODE_ONLY or FULL_AND_PIECEWISE.",
+            f"{OPTION}: vLLM has no cudagraph_mode {number}",
+            remedy=f"{did_you_mean(number, modes)}Give one of {', '.join(modes)}.",
         )
     sizes = given.get("cudagraph_capture_sizes")
     if isinstance(sizes, str):
@@ -447,8 +459,8 @@ def _vllm(plan: Plan, given: EngineOptions) -> Emission:
         again = {**kept, "cudagraph_mode": mode.name, "cudagraph_capture_sizes": rounded}
         notes.append(
             "with enable_sp vLLM drops sizes that are no multiple of --tensor-parallel-size, and "
-            f"does not start if the largest is none: these are multiples of {step}. For "
-            "multiples of 8 plan without --traffic and --step-times: "
+            f"does not start if the largest is none: these are multiples of {step}. For multiples "
+            "of 8 (any multiple of that size will do) plan without --traffic and --step-times: "
             f"`{_command(plan, again, bounds)}{given.rounded}`"
         )
     text = json.dumps(config)

@@ -146,6 +146,8 @@ class StartLog:
         given = ["", *_GIVEN.findall(server)][-1]
         loras = _LORAS.match(given)
         most = int(loras[1] or 1) if loras else 0
+        # graphs with adapters, which no line tells, are more than sizes
+        has_more = any(count > len(sizes) > 0 for count, _ in graphs.values())
         return cls(
             seconds=max(map(float, seconds)),
             bytes=round(max(0.0, *map(float, taken)) * GIB),
@@ -162,7 +164,7 @@ class StartLog:
             max_num_batched_tokens=int(["0", *_BOUND.findall(server)][-1]),
             drafts=drafts and int(drafts[2] or 0),
             method=drafts and drafts[1],
-            max_loras=most if given else None,
+            max_loras=most if loras or (given and not has_more) else None,
             support=support and AttentionSupport[support],
             ranks=ranks,
         )
@@ -259,11 +261,8 @@ class StartLog:
         graphs = counted(own.total() or started.num_graphs, "graph")
         drafts = f" and {len(plan.draft_keys)} of the draft model" if plan.draft_keys else ""
         asked = f"{counted(len(plan.keys), 'graph')}{drafts}"
-        these = "these " if asked == graphs else ""
-        yield (
-            f"the log is of a start with {graphs} ({'; '.join([*counts, *found])}), not with "
-            f"{these}{asked}"
-        )
+        others = "" if asked == graphs else f", not with {asked}"
+        yield f"the log is of a start with {graphs} ({'; '.join([*counts, *found])}){others}"
 
     def said(self, plan: Plan, of_other_options: Sequence[str] = ()) -> Iterator[str]:
         if self.graphs and not of_other_options:

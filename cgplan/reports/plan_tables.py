@@ -209,8 +209,10 @@ def _headline(plan: Plan, evidence: Evidence) -> str:
         return f"Plan: {graphs} in mode NONE: leave out cudagraph_mode, or add --mode best"
     cost = plan.predicted
     if not cost:
-        hint = "; --costs estimate tells start-up and memory" if ladder else ""
-        return f"Plan: {graphs}{hint}"
+        hint = "; --costs estimate tells start-up and memory"
+        if plan.key_rules == "vllm_v2":
+            hint = "; --costs start.log, vLLM's log of a start, tells start-up and memory"
+        return f"Plan: {graphs}{hint if ladder else ''}"
     seconds = format_seconds(cost.seconds)
     memory = format_bytes(cost.total_bytes)
     if ladder and ladder.bytes is not None:

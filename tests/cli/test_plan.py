@@ -1309,7 +1309,7 @@ def test_a_plan_on_other_traffic(home: Path) -> None:
         "cgplan plan FILE --traffic tomorrow.csv --output new-plan.json --insurance 0.0 --step-times "
         "times.csv"
     )
-    assert f"`{anew}`" in unwrapped(failed.stderr)
+    assert f"`{anew} --set budget.max_graphs=2`" in unwrapped(failed.stderr)
     config = '{"cudagraph_mode": "FULL", "pass_config": {"enable_sp": true}}'
     drafts = (
         "--enable-lora",
@@ -1331,7 +1331,7 @@ def test_a_plan_on_other_traffic(home: Path) -> None:
         """`cgplan plan --vllm '{"pass_config": {"enable_sp": true}}' --max-num-seqs 16 """
         "--max-num-batched-tokens 8192 --enable-lora --max-loras 2 --num-speculative-tokens 1 "
         "--speculative-method ngram --traffic low.csv --output new-vllm.json --kv-cache-tokens 9000 "
-        "--step-times times.csv`"
+        "--step-times times.csv --set budget.max_graphs=3`"
     )
     assert told in unwrapped(missed.stderr)
     found = PlanCheck.model_validate_json(failed.stdout)
@@ -1351,7 +1351,7 @@ def test_a_plan_on_other_traffic(home: Path) -> None:
     told = good("plan", "check", "unbounded.json", "--traffic", "traffic.csv").stdout
     assert "without a budget" not in told
     unknown = cgplan_command(*check[:3], *check[-1:], "tomorrow.csv", "--max-regret", "46%")
-    assert " --step-times FILE`" in unwrapped(unknown.stderr)
+    assert " --step-times FILE --set budget.max_graphs=2`" in unwrapped(unknown.stderr)
     assert [(use.size, use.share, use.step_us, use.own_us) for use in found.uses] == [
         (2, 0.1, pytest.approx(two), pytest.approx(two)), (7, 0.9, pytest.approx(in_seven), pytest.approx(four)),
     ]  # fmt: skip
@@ -1574,6 +1574,10 @@ def test_what_a_plan_of_several_sizes_refuses(home: Path) -> None:
         (
             "plan --vllm {} --cudagraph-capture-sizes 1 2",
             """Of vLLM: write --vllm '{"cudagraph_capture_sizes": [1, 2, 4]}'""",
+        ),
+        (
+            "plan --vllm {} --max-cudagraph-capture-size 512",
+            """Of vLLM: write --vllm '{"max_cudagraph_capture_size": 512}'""",
         ),
         ("plan --enable-lora", "are vLLM's options: add --vllm '{}'"),
         ("plan --speculative-config {}", "give --speculative-method, --num-speculative-tokens"),

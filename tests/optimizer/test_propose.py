@@ -593,7 +593,7 @@ def test_sizes_stay_within_those_measured_or_asked_for(one_list: bool) -> None:
     """Steps were measured up to 64 tokens of decode and 200 of others; batches have up to 500."""
     points = {(NONE, 0): {1: 9000, 500: 9500}, (PIECEWISE, 0): {1: 310, 200: 600}, (FULL, 0): {1: 110, 64: 300}}  # fmt: skip
     times = StepTimes.measured(points, "by hand")
-    batches = {StepShape(n, 2): 1.0 for n in range(10, 501, 10)}
+    batches = {StepShape(n, 2): 1.0 for n in (*range(10, 501, 10), 202)}
     seen = traffic(batches, {StepShape(n, n, True): 1.0 for n in range(8, 129, 8)})
 
     def largest(**options: Any) -> dict[bool, int]:
@@ -626,7 +626,9 @@ def test_no_gain_is_said_where_there_is_none() -> None:
     assert evidence.verdict.startswith("no gain in step time: with the vllm ladder's 11 graphs")
     assert evidence.verdict.endswith("; as good with 1 graph")
     of_config = evidence_of(config_of(sizes=[64]), seen)
-    assert of_config.verdict.endswith("of the bound; keep them; as good with 1 graph")
+    assert of_config.verdict.endswith(
+        "of the bound; keep them, and paste no list; as good with 1 graph"
+    )
     assert (evidence.keep, of_config.keep) == (False, True)
 
 

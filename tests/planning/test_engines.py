@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from plans import FULL, PIECEWISE, key, plan_of, plan_with, plans, plans_with_lanes
 
 from cgplan.errors import ConfigError, PlanError
+from cgplan.optimizer.lint import lint_without_traffic
 from cgplan.planning import Plan, build_plan, engines
 from cgplan.planning.engines import (
     VERSIONS,
@@ -641,7 +642,10 @@ def test_sizes_that_sequence_parallelism_may_drop_are_told(
     notes = emit(build_plan(found.loaded.config), "vllm", found.options).notes
     assert len(notes) == (is_on and common < 8)
     if notes:
-        assert f"these are multiples of {common}. For multiples of 8 plan without" in notes[0]
+        assert (
+            f"these are multiples of {common}. For multiples of 8 (any multiple of that size "
+            in notes[0]
+        )
         *_, text, option, bound = shlex.split(notes[0].split("`")[1])[:6]
         again = json.loads(text)
         assert all(size % 8 == 0 for size in again["cudagraph_capture_sizes"])
@@ -745,6 +749,18 @@ def test_batches_are_described_by_their_graphs() -> None:
         "decode batches, by requests of 2 tokens: 1 to 24 in FULL graphs",
         "mixed batches, by tokens: 1 to 64 in PIECEWISE graphs",
     ]
+    drafts = {"num_speculative_tokens": 3, "speculative_method": "eagle3"}
+    for sizes, told in {
+        "[4, 12, 16]": [
+            "draft model, decode: 1 to 4 requests in FULL graphs, more, up to 8, eagerly: add size 8"
+        ],
+        "[4, 8, 16]": [],
+    }.items():
+        plan = build_plan(
+            read(f'{{"cudagraph_capture_sizes": {sizes}}}', max_num_seqs=8, **drafts).loaded.config
+        )
+        assert [*describe_batches(plan)][2:] == told
+        assert [*lint_without_traffic(plan)][: len(told)] == told
     plan = build_plan(
         read('{"cudagraph_capture_sizes": [2], "cudagraph_mode": "FULL_DECODE_ONLY"}').loaded.config
     )
@@ -777,7 +793,11 @@ def test_no_size_that_is_left_is_a_plan_error() -> None:
         ),
         (
             '{"cudagraph_mode": "FUL"}',
-            ["--vllm: compilation.cudagraph_mode", "Did you mean 'FULL'?"],
+            [
+                "--vllm: vLLM has no cudagraph_mode FUL",
+                "Did you mean 'FULL'?",
+                "FULL_AND_PIECEWISE.",
+            ],
         ),
         (
             '{"cudagraph_capture_sizes": [0]}',

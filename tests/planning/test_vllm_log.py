@@ -270,8 +270,8 @@ def test_graphs_of_a_start_are_compared_by_size_and_mode(
     """As many graphs as the plan's five, unless only more bounds allow them; the last but one is lowered by vLLM."""
     plan = build_plan(config_of('{"cudagraph_capture_sizes": [2, 8, 12]}'))
     number = sum(graphs.values()) or len(plan.keys) + max(sizes) // 100
-    these = "these " if number == 5 else ""
-    said = f"the log is of a start with {number} graphs ({told}), not with {these}5 graphs"
+    others = "" if number == 5 else ", not with 5 graphs"
+    said = f"the log is of a start with {number} graphs ({told}){others}"
     found = [*logged(mode, sizes, graphs).of_other_options(plan)]
     assert found == ([] if told is None else [said])
 
@@ -316,6 +316,18 @@ def test_a_start_with_other_adapters_leaves_another_kv_cache(
     assert is_untold == (given is None)
     others = " ".join(log.of_other_options(plan))
     assert (f"; {told}" in others or f"({told}" in others) == (told is not None)
+
+
+@pytest.mark.parametrize("asked", ["", ", 'enable_lora': True, 'max_loras': 4"])
+def test_more_graphs_than_sizes_are_of_adapters_that_no_line_tells(asked: str) -> None:
+    """10 PIECEWISE graphs of 5 sizes, whose server's line came from another file, maybe."""
+    twice = LOG.replace("PIECEWISE=5", "PIECEWISE=10").replace("FULL=4", "FULL=8")
+    log = started(f"INFO non-default args: {{'max_num_seqs': 8{asked}}}\n{twice}")
+    plan = build_plan(read_vllm("{}", max_num_seqs=8, max_loras=4).loaded.config)
+    assert log.max_loras == (4 if asked else None)
+    assert [*log.other_memory(plan)] == []
+    is_untold = "speculative tokens or --max-loras" in " ".join(log.doubts(plan))
+    assert is_untold == (not asked)
 
 
 def test_other_drafts_leave_another_kv_cache() -> None:
@@ -443,9 +455,7 @@ def test_a_start_with_other_drafts_is_another(
     log = replace(started(f"{first}\n{rest}"), graphs={})
     found = [*log.of_other_options(plan)]
     assert len(found) == (told is not None)
-    asked = re.compile(
-        rf" graphs \({re.escape(str(told))}\), not with (these )?{len(plan.keys)} graphs"
-    )
+    asked = re.compile(rf" graphs \({re.escape(str(told))}\)(, not with {len(plan.keys)} graphs|$)")
     assert all(asked.search(said) for said in found)
     assert all(("of the draft model" in said) == (method == "eagle3") for said in found)
 
