@@ -347,7 +347,7 @@ class Planner:
         # without graphs asked for, no limit
         if most < MIB or cost.total_bytes <= most + MIB:
             return planned
-        bounded = config.with_values("budget", memory=most)
+        bounded = config.with_values("budget", memory=most + MIB)
         with suppress(BudgetError):
             return replace(self._for_loads(bounded, of_first), unlimited=planned)
         return planned

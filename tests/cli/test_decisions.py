@@ -816,7 +816,7 @@ def test_the_plan_is_compared_with_the_graphs_that_were_asked_for(mode: str) -> 
         theirs = f"the {asked['graphs']} graphs asked for"
     assert f"shorter than with {theirs}, with {len(plan.keys)} graphs" in plan.evidence["verdict"]
     shown = unwrapped(good(*given).stdout)
-    head, hint, _ = shown.partition("; --costs estimate tells")
+    head, hint, _ = shown.partition("; --costs start.log, ")
     assert hint
     few, more, why = head.partition(" (7 for batches that max_num_seqs = 64 allows")
     assert few == f"Plan: {len(plan.keys)} graphs instead of {theirs}"
@@ -880,6 +880,17 @@ def test_the_line_of_loads_names_those_that_were_planned_for(home: Path) -> None
     rows = "".join(f"{n},{100 - n},{n},true\n" for n in range(1, 60))
     (home / "trace.csv").write_text(f"num_tokens,count,num_reqs,uniform\n{rows}")
     assert re.search(share + "p99 of decode; steps ", unwrapped(good(*GIVEN, "-v").stdout))
+
+
+def test_a_full_batch_keeps_its_graph_for_1_mib() -> None:
+    """By a log a graph is 1 MiB and more: with not a byte more than today the largest would be 31."""
+    sizes = settings(
+        "compilation.cudagraph_capture_sizes=[4,16,32]",
+        "compilation.cudagraph_mode=FULL_DECODE_ONLY",
+        "scheduler.max_num_seqs=32",
+    )
+    plan = plan_of(*GIVEN, "--costs", str(START), "--speedup", "3", "--mode", "keep", *sizes)
+    assert plan.max_capture_size == 32
 
 
 def test_a_plan_takes_no_more_memory_than_the_graphs_asked_for_unless_asked() -> None:
