@@ -219,7 +219,7 @@ class CapturedKeys:
             if key not in allowed and not self.guard.allows(key):
                 if not in_service:
                     break
-                self._remember_refusal(key)  # of this rank: there are no others
+                self._remember_refusal(key)  # in service there is one rank
                 continue
             if self.progress is not None:
                 total = done + 1 + len(waiting)

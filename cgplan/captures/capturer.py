@@ -80,13 +80,13 @@ class _Clock(NamedTuple):
 
 @dataclass
 class _Attempt:
-    """All tries of a key. ``captures_since``: None ahead of the capture."""
+    """All tries of a key. ``capture_began``: None ahead of the capture."""
 
     key: Key
     began: _Clock
     needs_warm_up: bool = False
     warm_ups: int = 0
-    captures_since: _Clock | None = None
+    capture_began: _Clock | None = None
 
     def __str__(self) -> str:
         mode, descriptor = self.key
@@ -94,12 +94,12 @@ class _Attempt:
 
     @property
     def is_cold(self) -> bool:
-        return self.captures_since is not None and not self.warm_ups
+        return self.capture_began is not None and not self.warm_ups
 
     @property
     def has_compiled(self) -> bool:
-        assert self.captures_since, "the capture has begun"
-        return _Clock.now().compile_seconds > self.captures_since.compile_seconds
+        assert self.capture_began, "the capture has begun"
+        return _Clock.now().compile_seconds > self.capture_began.compile_seconds
 
 
 def driver_bytes(
@@ -147,7 +147,7 @@ class Capturer:
         found: GraphRecord | Next = Next.TRY_AGAIN
         with self._graphs.rehearsing() as rehearsal:
             while found is Next.TRY_AGAIN:
-                attempt.captures_since = None
+                attempt.capture_began = None
                 rehearsal.put_back.rewind()
                 found = self._try(rehearsal, attempt)
         return found
@@ -170,9 +170,9 @@ class Capturer:
             with random_state_kept(backend.device, graphs.generators):
                 if attempt.warm_ups:
                     self._warm_up(rehearsal, key, attempt.warm_ups)
-                attempt.captures_since = since = _Clock.now()
+                attempt.capture_began = _Clock.now()
                 memory = backend.memory()
-                self.inspection_seconds += time.perf_counter() - since.at
+                self.inspection_seconds += time.perf_counter() - attempt.capture_began.at
                 answers = graphs.capture_answers(mode, capturing=True)
                 with rehearsal.judged_run(mode, captures=True), answers, log:
                     output = graphs.run_wrapped(key, graphs.views(descriptor))
@@ -198,7 +198,7 @@ class Capturer:
             if left or attempt.has_compiled:
                 graphs.evict([key])
                 return self._again_with_warm_up(attempt, left and f"{attempt} leaves {left}")
-        record = self._record_of(attempt, since, memory)
+        record = self._record_of(attempt, memory)
         self.inspection_seconds += time.perf_counter() - done
         return record
 
@@ -206,7 +206,7 @@ class Capturer:
         """Raises where another attempt does not help."""
         graphs = self._graphs
         mode = attempt.key[0]
-        has_begun = attempt.captures_since is not None
+        has_begun = attempt.capture_began is not None
         found = rehearsal.footprints.get(mode)
         failure = explain_failure(
             error,
@@ -229,7 +229,7 @@ class Capturer:
         if not needs_warm_up:
             return Next.TRY_AGAIN
         rehearsal.refuse_changed(str(attempt))
-        any_held = graphs.pools.memory().held > 0  # is_held needs a capture that ended
+        any_held = graphs.pools.memory().held > 0  # is_held is wrong after a capture that failed
         self._may_be_uncomputed |= any_held
         is_explained = looks_again or attempt.has_compiled
         concerns_others = any_held or not is_explained
@@ -257,10 +257,8 @@ class Capturer:
         graphs = self._graphs
         facts = graphs.facts
         asked = self._asked_warm_ups
-        is_compiled = graphs.route.splitter is not None
-        if key[0] is CUDAGraphMode.FULL:
-            is_compiled &= graphs.route.whole is not graphs.model
-        is_compiled |= rehearsal.put_back.before.is_compiled
+        runs = graphs.route.whole if key[0] is CUDAGraphMode.FULL else graphs.route.warm
+        is_compiled = runs is not graphs.model or rehearsal.put_back.before.is_compiled
         may_compile = is_compiled and self._quiet_keys < _QUIET_KEYS
         # put back, so a capture would be a first call
         is_undone = any(map(rehearsal.put_back.may_undo, facts.changes_python))
@@ -356,13 +354,13 @@ class Capturer:
     def _record_of(
         self,
         attempt: _Attempt,
-        since: _Clock,
         memory: MemoryReading,
     ) -> GraphRecord:
         backend = self._graphs.backend
         facts = self._graphs.facts
         after = backend.memory()
         began = attempt.began
+        assert attempt.capture_began
         now = _Clock.now()
         nodes = []
         eager_pieces = 0
@@ -383,7 +381,7 @@ class Capturer:
             eager_pieces=eager_pieces,
             pool_growth=after.reserved - memory.reserved,
             driver_bytes=driver_bytes(backend, memory, after),
-            warmup_seconds=since.at - began.at if attempt.warm_ups else 0.0,
+            warmup_seconds=attempt.capture_began.at - began.at if attempt.warm_ups else 0.0,
             capture_seconds=capture_seconds,
             segment_nodes=tuple(nodes),
             compile_seconds=now.compile_seconds - began.compile_seconds,

@@ -17,6 +17,7 @@ from torch.nn.utils import parametrize
 from cgplan.backends import GraphBackend
 from cgplan.backends.backend import autocast_cache, number_of, span
 from cgplan.backends.context import AmbientState, CaptureScope, forward_context
+from cgplan.backends.host_sync import storage_id
 from cgplan.backends.replacing import answering, replaced
 from cgplan.buffers.batch import OutputRows
 from cgplan.buffers.static import StaticBoxes, Tensors
@@ -432,13 +433,17 @@ class ModelGraphs:
             yield
             return
         before = self.fingerprint()
-        writes = WritesOfEngine()
+        limit = copy_limit(self.config.compilation, self.backend)
+        views = self.views(key[1])
+        guarded = set(map(storage_id, (*before.tensors, *views.values())))
+        writes = WritesOfEngine(limit, guarded)
         try:
             try:
                 with writes:
-                    self.before_key(*key, self.views(key[1]))
+                    self.before_key(*key, views)
             finally:
-                writes.put_back()  # replays read what the engine wrote for their batch
+                # replays read what the engine wrote for their batch; bindings stay for the run
+                writes.put_back()
             yield
         finally:
             before.undo_attributes()

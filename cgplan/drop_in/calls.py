@@ -231,7 +231,7 @@ class Calls:
             self._take_device(tensors)
             return self.run(args, kwargs)  # whose tail has the device's autocast
         learner = self.learner
-        if not learner.holds():  # else a new kind's first call is blamed
+        if not learner.holds():  # now, or a new kind's first call is blamed
             learner.free_if_changed()
         family = learner.family_of(call)
         if family.skips_a_call(call.form):

@@ -62,8 +62,8 @@ class _Bound:
     Attributes:
         first: What the first run left there.
         is_captured: That one was a capture.
-        began_without: A later run began without the change: it is no flag of tensors that the later
-            run left alone.
+        began_without: A later run began without the change, so it flags no tensor that this run
+            left alone.
     """
 
     first: Any
@@ -103,7 +103,7 @@ class PutBack:
         self.held: dict[Key | None, list[torch.Tensor]] = {}
         self._bound = dict[str, _Bound]()
         self._of_engine = set[str]()  # paths
-        self._writes_of_engine = WritesOfEngine()
+        self._writes_of_engine = WritesOfEngine(limit)
         self.key: Key | None = None  # of the next run
         self._runs = list[object]()  # keys
         self.captured = set[object]()
@@ -215,6 +215,7 @@ class PutBack:
     @contextmanager
     def setting_context(self) -> Iterator[None]:
         """Around an engine's code: what it binds or writes is put back."""
+        self._writes_of_engine.guarded = self.storages.uncopied  # else an older copy goes back
         with self._writes_of_engine:
             yield
         now = self.before.changes()

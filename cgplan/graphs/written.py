@@ -1,7 +1,7 @@
 """The storages of a model that runs write, and copies of them from before."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -10,7 +10,13 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from cgplan.backends import GraphBackend
-from cgplan.backends.host_sync import Args, DispatchMode, Kwargs, written_tensors
+from cgplan.backends.host_sync import (
+    Args,
+    DispatchMode,
+    Kwargs,
+    storage_id,
+    written_tensors,
+)
 from cgplan.config import CompilationConfig
 from cgplan.graphs.fingerprint import Fingerprint, Place
 
@@ -47,7 +53,7 @@ class Uses:
         by_later_run: One was not its key's first.
         repeated: Two runs of a key did.
         skipped: Some run did not.
-        stopped: A later run of such a key did not.
+        stopped: A later run of a key that changed it did not.
         ways: The operator by which watched runs wrote it first, and whether unread.
     """
 
@@ -244,7 +250,7 @@ class WrittenStorages:
         adopts: bool = True,
     ) -> None:
         """Ahead of an operator that writes them. ``adopts``: also what the model may hold at the
-        run's end; not in later runs, which write what an earlier one made.
+        run's end; a later run's new tensors are no first use.
         """
         for tensor in written:
             try:
@@ -325,6 +331,15 @@ class WrittenStorages:
             if written.is_small and not written.uses.is_first_use:
                 written.fill(written.copy)
 
+    @property
+    def uncopied(self) -> set[int]:
+        """Ids of the model's storages that no run has written."""
+        found = set()
+        for address, (_, tensor) in self.of_model.items():
+            if address not in self.written:
+                found.add(storage_id(tensor))
+        return found
+
     def adopt(
         self,
         state: Callable[[], Fingerprint],
@@ -397,10 +412,23 @@ class WrittenStorages:
 
 
 class WritesOfEngine(DispatchMode):
-    """Copies memory ahead of what an engine's code writes in place."""
+    """Copies memory of the model ahead of what an engine's code writes there.
 
-    def __init__(self) -> None:
+    Args:
+        limit: Bytes of copies.
+
+    Attributes:
+        guarded: Ids of storages.
+    """
+
+    def __init__(
+        self,
+        limit: int,
+        guarded: Collection[int] = (),
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._left = limit
+        self.guarded = guarded
         self._copies: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
 
     def see(
@@ -410,9 +438,13 @@ class WritesOfEngine(DispatchMode):
         kwargs: Kwargs,
     ) -> Any:
         for tensor in written_tensors(func, args, kwargs):
+            number = storage_id(tensor)
+            if number not in self.guarded or number in self._copies:
+                continue
             storage = tensor.untyped_storage()
-            if storage._cdata not in self._copies:
-                self._copies[storage._cdata] = storage, storage.clone()
+            self._left -= storage.nbytes()
+            if self._left >= 0:
+                self._copies[number] = storage, storage.clone()
         return func(*args, **kwargs)
 
     def put_back(self) -> None:

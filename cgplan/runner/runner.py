@@ -436,7 +436,7 @@ class GraphRunner:
             with torch._C.DisableTorchFunction():  # under a mode an attribute takes 1 us
                 try:
                     values = tensors or self._pick(inputs)
-                    # is_alike ends the process for nested ones
+                    # TensorGuards crash on nested ones
                     if len(tensors or inputs) != self._count or True in map(_is_nested, values):
                         call = None
                     elif call and flags == call.flags and call.is_alike(*values):

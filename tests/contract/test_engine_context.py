@@ -264,3 +264,24 @@ def test_what_an_engine_writes_in_place_is_put_back(
         cache[first : first + 4] = x
         same(model.cache[:15], cache[:15])
     runner.close()
+
+
+def test_what_an_engine_makes_for_a_key_stays_as_it_filled_it(backend: GraphBackend) -> None:
+    model = Net().to(backend.device).eval()
+
+    def before_key(mode: CUDAGraphMode, key: BatchDescriptor, views: Mapping[str, Tensor]) -> None:
+        scale = torch.zeros(key.num_tokens, device=backend.device)
+        scale[:] = 3.0
+        CONTEXT.scale, CONTEXT.size = scale, key.num_tokens
+        views["x"].fill_(7.0)  # padding, or a batch that is compared
+
+    runner = cgplan.capture(
+        model,
+        INPUTS,
+        compilation={"cudagraph_mode": "FULL", "cudagraph_capture_sizes": [4]},
+        device=str(backend.device),
+        before_key=before_key,
+    )
+    x = torch.randn(4, 4, device=backend.device)
+    same(runner(x=x, scale=torch.ones(4, device=backend.device)), (x + 1) * 6)
+    runner.close()
