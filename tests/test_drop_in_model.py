@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, partial
+from functools import cache, partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -665,6 +665,55 @@ def test_a_warm_up_ends_where_each_run_changes_an_argument(backend: GraphBackend
     for call in range(1, 7):
         assert g(x, warm).tolist() == by_policy(x, eager).tolist() == [call, call]
     assert not g.graph_calls + by_policy.graph_calls
+
+
+class Prompted:
+    """A cache as one of a model with an encoder, filled."""
+
+    def __init__(self, device: torch.device, steps: int, *, in_dict: bool) -> None:
+        self.in_dict = in_dict
+        self.filled = dict.fromkeys(range(steps), True)
+        self.first = self.last = True
+        self.tables = torch.zeros(steps, 2, device=device)
+        self.count = torch.zeros(1, device=device)
+
+    def reset(self) -> None:
+        self.filled = dict.fromkeys(self.filled, False)
+        self.first = self.last = False
+        self.count.zero_()
+
+    def fill(self, hidden: Tensor) -> None:
+        flags = self.filled if self.in_dict else {0: self.first, len(self.tables) - 1: self.last}
+        for step, is_filled in flags.items():
+            if not is_filled:
+                self.tables[step] = hidden + step
+                self.filled[step] = True
+                self.first = True
+                self.last = self.filled[len(self.tables) - 1]
+                break
+        self.count.add_(1)
+
+
+@pytest.mark.parametrize("in_dict", [True, False])
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_run_ahead_leaves_no_flag_of_a_tensor_that_goes_back(
+    backend: GraphBackend, steps: int, in_dict: bool
+) -> None:
+    def model(x: Tensor, hidden: Tensor, cache: Prompted) -> Tensor:
+        cache.fill(hidden)
+        return x + cache.tables.sum(0) + cache.count
+
+    policy = {"capture_policy": "eager"}
+    g = cgplan.graphed(model, dynamic={}, compilation=policy, verify="off")
+    cache, other = (Prompted(backend.device, steps, in_dict=in_dict) for _ in range(2))
+    for answer in range(4):
+        hidden = rows(backend, 2)[0, :2] + answer
+        for _ in range(4):
+            x = torch.randn(2, device=backend.device)
+            torch.testing.assert_close(g(x, hidden, cache), model(x, hidden, other))
+        cache.reset()
+        other.reset()
+    assert g.graph_calls == 16 - 3 * steps, "all but those that fill the cache"
 
 
 def test_a_warm_up_without_arguments_is_refused(
@@ -1688,6 +1737,51 @@ def test_generate_with_other_caches_answers_threads_as_the_model_does(
     longer = {**options, "max_new_tokens": 26}
     with pytest.raises(InputError, match="and max_cache_len is 24"):
         lm.generate(calls[0]["inputs"], **longer)
+
+
+@pytest.mark.parametrize("name", ["t5", "bart", "mamba"])
+def test_generate_with_other_caches_may_capture_with_its_first_call(
+    name: str, backend: GraphBackend, request: pytest.FixtureRequest
+) -> None:
+    lm = request.getfixturevalue(name)
+    kept: list[Tensor] = []
+
+    def keep(tokens: Tensor, scores: Tensor) -> Tensor:
+        del tokens
+        kept.append(scores.clone())
+        return scores
+
+    options = {"max_new_tokens": 5, "do_sample": False, "logits_processor": [keep]}
+    prompts = torch.randint(3, 200, (4, 2, 9), device=backend.device)
+    for prompt in prompts:
+        lm.generate(prompt, **options)
+    wanted = kept.copy()
+    kept.clear()
+    policy = {"capture_policy": "eager"}
+    g = cgplan.graphed_generate(lm, max_cache_len=24, compilation=policy)
+    for prompt in prompts:
+        lm.generate(prompt, **options)
+    torch.testing.assert_close(kept, wanted, rtol=1e-3, atol=1e-3)
+    assert g.graph_calls == 16, "all but prompts, which fill a cache that says so"
+
+
+def test_generate_gives_a_start_that_lacks_a_token_its_mask(t5: Any, backend: GraphBackend) -> None:
+    """The mask has the length of what is given: transformers adds a column with the token."""
+    seen = []
+    own_code = t5.prepare_inputs_for_generation
+
+    @wraps(own_code)
+    def prepare(tokens: Tensor, **given: Any) -> Any:
+        seen.append((tokens.shape[1], given["decoder_attention_mask"].shape[1]))
+        return own_code(tokens, **given)
+
+    t5.prepare_inputs_for_generation = prepare
+    cgplan.graphed_generate(t5, max_cache_len=24)
+    prompt = torch.randint(3, 200, (1, 5), device=backend.device)
+    for first in (0, 5):
+        begin = torch.tensor([[first, 7, 8]], device=backend.device)
+        t5.generate(prompt, decoder_input_ids=begin, max_new_tokens=1)
+    assert seen == [(3, 3), (4, 4)]
 
 
 def test_whisper_generates_by_its_own_code(backend: GraphBackend) -> None:

@@ -681,9 +681,10 @@ class _Generate:
         if model.config.is_encoder_decoder:
             encoded = length
             begin = given.get("decoder_input_ids")
-            length = 1 if begin is None else begin.shape[1] + 1  # a start token may be added
+            length = 1 if begin is None else begin.shape[1]
             # BART would ask the device for the length of its own
             given.setdefault("decoder_attention_mask", prompt.new_ones(len(prompt), length))
+            length += begin is not None  # transformers may add a start token, to the mask, too
         refuse = self._refuses_length(length, option)
         if refuse:
             given["custom_generate"] = refuse  # after transformers has looked at the arguments

@@ -376,12 +376,11 @@ class Learner:
                 "shapes",
             )
         constants = constants_in(call.by_name(self.signature), "")
-        count = family.calls
         family.misses += bool(state)
         for path in family.add(constants):
             self.tell_once(
-                f"argument `{path}` had {count} values in {count} calls; pass a tensor, or graphs "
-                "serve values that come back",
+                f"argument `{path}` had {family.calls} values in {family.calls} calls; "
+                "pass a tensor, or graphs serve values that come back",
                 path,
             )
         self._forget_old_kinds()
@@ -401,8 +400,7 @@ class Learner:
             self.tell_once(f"{error.message}; {_EXACT}")
             self._exact.add(call.form)
             return self._add_kind(call, state)
-        names = [*(self.settings.dynamic or ()), *self.settings.pad]
-        for given in names:
+        for given in (*(self.settings.dynamic or ()), *self.settings.pad):
             what = f"dynamic or pad names {given!r}"
             head = given.partition(".")[0]
             parts = [name for name in kind.specs if name.partition(".")[0] == head]
@@ -423,8 +421,7 @@ class Learner:
                 twins += other.notes
         for argument, given in call.by_name(self.signature).items():
             for value in objects_in(taken_apart(given)[0]):
-                known_ones = len(self._numbers)
-                number = self._numbers.setdefault(id(value), known_ones + 1)
+                number = self._numbers.setdefault(id(value), len(self._numbers) + 1)
                 text = f"{argument}: {type(value).__name__}"
                 note = f"{text} {number}, in one of its states"
                 seen = {note, *(other for other in twins if other.startswith(f"{text} "))}
@@ -446,8 +443,7 @@ class Learner:
         if count <= _MOST_KINDS:
             return
         older = [kind for kind in self.kinds[:-1] if not kind.has_graphs]
-        older = older[: count - _MOST_KINDS]
-        for kind in older:
+        for kind in older[: count - _MOST_KINDS]:
             kind.close()
             self._kinds[kind.form].remove(kind)
         for form, kinds in list(self._kinds.items()):
@@ -596,6 +592,7 @@ class Learner:
                 failed.append(error)
 
         uncounted = Family()
+        states = list[Any]()
         try:
             while True:
                 kind, sizes = self.kind_of(uncounted, call)
@@ -603,14 +600,19 @@ class Learner:
                     kind.run_eagerly(NEW_STATES)
                 if failed or not kind.is_learning:
                     break
+                states.append(kind.state)
                 look(first_calls, kept, inputs=call.tensors)
-            if failed or kept.prepared or kept.values_read or kept.made_of_inputs:
-                kept.keeps_first_use = False
+            # state that went on from run to run was not made once
+            kept.keeps_first_use = states[1:2] == [kind.state] and not (
+                failed or kept.prepared or kept.values_read or kept.made_of_inputs
+            )
             kept.keeps_containers = kind.stage is not Stage.EAGER  # else no graph relies on them
         finally:
             kept.restore()
         if failed:
             raise failed[0]
+        if kind.may_capture:  # what led to its state may have gone back
+            return self.kind_of(uncounted, call)
         return kind, sizes
 
     def new_kind(
@@ -767,8 +769,7 @@ def _batched(named: Mapping[str, Tensor]) -> list[str]:
     votes = [size for size, count in counts.items() if count == most]
     if len(votes) > 1:
         return []
-    shape = (votes[0],)
-    return [name for name, tensor in named.items() if tensor.shape[:1] == shape]
+    return [name for name, tensor in named.items() if tensor.shape[:1] == (votes[0],)]
 
 
 def _effects_until_now(records: Sequence[Fingerprint]) -> tuple[list[Any], list[int | None]]:

@@ -22,6 +22,7 @@ Note [What is put back]
 
     If a change of Python goes back that may be a tensor's flag, so does the tensor. Where
     `Calls.warm_up` finds an eager kind, first use stays bound, but flags and containers go back.
+    Where its runs led on through states of an argument, none stays.
     Small tensors go back ahead of each run, too, as positions must not run past a cache.
 """
 
