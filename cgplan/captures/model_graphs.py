@@ -886,6 +886,8 @@ class Rehearsal:
         prepared = put_back.prepared
         if prepared:
             self._refuse(f"prepares {_listed(prepared)} on first use, and changes it later")
+        # this key kept no value that it read, whatever later ones make; one that failed may have
+        put_back.values_read.pop(put_back.key, None)
         lost = put_back.storages.lost
         if lost:
             raise CaptureError(
