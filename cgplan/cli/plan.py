@@ -361,9 +361,9 @@ def _command_anew(path: Path, plan: Plan, loads: Loads, rules: Mapping[str, Any]
         "--replicas": rules["replicas"],
         "--kv-cache-tokens": rules.get("kv_tokens"),
         "--objective": rules.get("objective"),
-        "--insurance": rules["insurance"],
+        "--insurance": None if rules["insurance"] == INSURANCE else rules["insurance"],
     }
-    command += _options(repeated, 1, "1", Objective.robust, INSURANCE)
+    command += _options(repeated, 1, "1", Objective.robust)
     for goal in rules.get("slo", ()):
         command += f" --slo {goal.name}={goal.microseconds:.12g}us"
     return command + (_options(loads.measured) or "".join(known) or " --step-times FILE")

@@ -127,7 +127,7 @@ def read_config(
             remedy=f"`cgplan inspect {path}` shows it. {remedy}",
         )
     known = Config.model_fields
-    if len(data) > 1 and known.keys().isdisjoint(data):
+    if len(data) > 1 and not any(did_you_mean(str(key), known, cutoff=0.8) for key in data):
         raise ConfigFileError(
             f"{path} is no configuration: its keys are {listed([*data])}, and those of a "
             f"configuration {', '.join(known)}",

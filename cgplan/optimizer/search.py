@@ -90,8 +90,17 @@ def best_plan(
             rate = (low + high) / 2
     tried = sorted(plans, key=problem.total_of)
     tried = tried[:EXCHANGED]
-    spent = [exchanged(problem, plan, limits) for plan in tried]
-    return min(spent, key=problem.total_of)
+    plans.update([exchanged(problem, plan, limits) for plan in tried])
+    least = min(map(problem.total_of, plans))
+    enough = max(
+        goal,
+        least,
+    )
+    sufficient = [plan for plan in plans if problem.total_of(plan) <= enough]
+    return min(
+        sufficient,
+        key=problem.costs_of,
+    )
 
 
 def exchanged(

@@ -348,6 +348,7 @@ _ROW = re.compile(r"\|((?:[^|]*\|){5}|\s*-?\d+\s*(?:\|.*)?)$")
 _MODE = re.compile(r"- Mode: *(?:CUDAGraphMode\.)?(\w+)\s*$")
 _SIZES = re.compile(r"- Capture sizes: *\[([\d, ]*)\]\s*$")
 FEW_STEPS = 100  # below which they need not be typical
+NO_SHAPES = "no input of a fixed size"
 METRIC = "cgplan_batches"  # of a runner's metrics, in Prometheus' text format
 _REPLAYS = re.compile(r'^cgplan_replays_total\{.*?num_tokens="(\d+)"', re.MULTILINE)
 _INFO = re.compile(r"^cgplan_info\{.*", re.MULTILINE)
@@ -669,8 +670,8 @@ def _doubts(path: Path, plan: Plan, steps: float, inputs: str | None) -> Iterato
     declared = ", ".join(plan.fixed_inputs)
     if inputs not in (None, declared):
         yield (
-            f"the runner of {path.name} takes {inputs}, the configuration declares {declared}: "
-            "take traffic and runner.config of one runner"
+            f"the runner of {path.name} takes {inputs or NO_SHAPES}, the configuration declares "
+            f"{declared or NO_SHAPES}: take traffic and runner.config of one runner"
         )
     if steps < FEW_STEPS:
         yield (

@@ -548,11 +548,12 @@ class StepTimes(Record):
 
     def beside(self, loras: StepTimes) -> StepTimes:
         """These, and for steps with adapters, of any number, those of ``loras``."""
-        curves = [curve.changed(num_active_loras=1) for curve in loras.curves]
+        curves = {curve.mode: curve.changed(num_active_loras=1) for curve in loras.curves}
+        kept = [one for one in self.curves if not one.num_active_loras or one.mode not in curves]
         doubts, _ = loras.said_for(CUDAGraphMode.FULL_DECODE_ONLY)
         return self.changed(
             source=f"{self.source}; with adapters {loras.source}",
-            curves=(*self.curves, *curves),
+            curves=(*kept, *curves.values()),
             unsure=(*self.unsure, *[f"with adapters: {doubt}" for doubt in doubts]),
         )
 

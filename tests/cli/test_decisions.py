@@ -254,6 +254,8 @@ def test_an_slo_binds_its_plan_and_checks_judge_by_it(home: Path) -> None:
     )
     anew = "--speedup 40.0 --slo tpot_p99=10000us --slo ttft_p99=1000000us --step-times times.csv"
     assert anew in unwrapped(result.stderr)
+    slow = ("--speedup", "0.1", "--max-regret", "0")
+    assert "--speedup 0.1 --slo" in unwrapped(cgplan_command(*check, *slow).stderr)
     (home / "steps.csv").write_text("num_tokens,count\n4,10\n")
     steps = json.loads(good(*check[:-1], "steps.csv", "--json").stdout)
     said = "SLO not judged, as the traffic counts steps: give requests; regret "

@@ -35,6 +35,12 @@ def test_yaml_of_another_program_is_told_by_its_keys(refusal: Any) -> None:
     assert f"{told} model, device, dims" in message
 
 
+def test_a_configuration_whose_keys_are_all_misspelled_has_their_names(refusal: Any) -> None:
+    message = refusal("schedular: {max_num_seqs: 8}\ncompilaton: {}\n")
+    assert "did you mean 'scheduler'" in message
+    assert "did you mean 'compilation'" in message
+
+
 @pytest.mark.parametrize("text", ["# nothing\n", "{}"])
 def test_an_empty_mapping_is_all_defaults(write: Any, text: str) -> None:
     assert load_config(write(text)) == Config()

@@ -388,6 +388,18 @@ def test_four_lanes_are_close_to_the_best(instance: Instance, costs: Costs, limi
     assert total <= one_lane * (1 + 1e-9)
 
 
+def test_two_lanes_have_the_lists_beside_the_best_of_one_alone() -> None:
+    decode, mixed = (6, 7, 1), (7, 4, 5, 6, 3, 8)
+    counts = {StepShape(n, n, True): float(count) for n, count in enumerate(decode, 1)}
+    counts |= {StepShape(n, 1): float(count) for n, count in enumerate(mixed, 1)}
+    points = {FULL: {1: 10, 6: 70}, PIECEWISE: {1: 40, 6: 180}, NONE: {1: 300, 6: 400}}
+    times = StepTimes.measured({(mode, 0): each for mode, each in points.items()}, "made up")
+    instance = Instance(lanes_of(BOTH, (0,)), bounds(1, 3, 6), Traffic.of(counts, "made up"), times)
+    problem, every = instance.problem(), brute_force(instance)
+    best = problem.total_of(best_plan(problem, Limits(3)))
+    assert best / problem.weight == pytest.approx(every.best(Limits(3)))
+
+
 def test_a_lora_case_is_dropped_where_sharing_is_better() -> None:
     """Without adapters a step takes 10, with LoRA kernels 11. One graph serves all; with two, each kind has its own."""
     traffic = Traffic.of({StepShape(8, 8, True, 0): 3, StepShape(8, 8, True, 2): 1}, "by hand")
@@ -458,6 +470,17 @@ def test_slack_saves_graphs() -> None:
     exact, rough = (best_plan(problem, Limits(20), goal=share * least) for share in (0.0, 1.1))
     assert len(rough[0]) < len(exact[0]) == 20
     assert problem.total_of(rough) <= 1.1 * problem.total_of(exact)
+
+
+def test_slack_saves_graphs_where_a_limit_pays_for_more_than_suffice() -> None:
+    instance = line({1: 1, 32: 32}, {1: 100}, dict.fromkeys(range(1, 33), 1))
+    problem = instance.problem(Costs(0, 0, 0, 1, 0.0, 0.0, 0.0))
+    _, memory, _ = problem.costs_of(best_plan(problem, Limits(12)))
+    least = problem.total_of(best_plan(problem, Limits(20)))
+    free, bound = (
+        best_plan(problem, Limits(20, most), goal=1.1 * least) for most in (math.inf, memory)
+    )
+    assert len(bound[0]) <= len(free[0]) < 12
 
 
 # --- costs that fall, and one list of sizes -------------------------------------------------------------------

@@ -509,6 +509,8 @@ def test_saved_traffic_of_a_runner_with_other_inputs_is_told(tmp_path: Path) -> 
         for warnings in (read_traffic(path, plans[side]).warnings, of_sizes.warnings):
             assert len(warnings) == len(told)
             assert all(map(str.startswith, warnings, told))
+    warning, _ = read_traffic(path, build_plan(Config())).warnings
+    assert "the configuration declares no input of a fixed size: take" in warning
 
 
 @pytest.mark.parametrize("wrong", [["stats"], {"a": "runner"}, "stats"])

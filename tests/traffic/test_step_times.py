@@ -167,6 +167,14 @@ def test_small_changes_and_modes_that_a_plan_lacks_are_not_noted() -> None:
     assert times.said_for(CUDAGraphMode.FULL_AND_PIECEWISE) == (times.unsure, times.notes)
 
 
+def test_times_of_adapters_take_the_place_of_all_others_with_adapters() -> None:
+    points = {(NONE, 0): {8: 90}, (FULL, 0): {8: 20}, (NONE, 3): {8: 99}, (FULL, 3): {8: 40}}
+    loras = times_of(NONE={8: 200}, FULL={8: 60})
+    times = StepTimes.measured(points, "a bench").beside(loras)
+    assert [times.of(FULL, 8, case) for case in (0, 1, 3)] == [20, 60, 60]
+    assert [times.of(NONE, 8, case) for case in (0, 1, 3)] == [90, 200, 200]
+
+
 @settings(max_examples=50, deadline=None)
 @given(points=st.fixed_dictionaries({NONE: POINTS, FULL: POINTS}, optional={PIECEWISE: POINTS}))
 def test_times_never_fall_as_batches_grow_and_are_not_below_what_was_measured(
