@@ -280,6 +280,15 @@ def test_objects_in_another_state_are_another_kind(backend: GraphBackend) -> Non
     assert sorted(states) == ["False", "True"], "rows of one cache tell what differs"
 
 
+def test_a_long_text_of_a_state_is_cut_in_explain(backend: GraphBackend) -> None:
+    x, cache = rows(backend, 2), Cache(backend.device)
+    g = cgplan.graphed(lambda x, cache: x + cache.total)
+    for turn in range(8):
+        cache.name = "ab"[turn % 2] * 500
+        g(x, cache)
+    assert re.search(r"Cache\.name:\s+'a{79}\s", g.explain())
+
+
 def test_kinds_of_two_objects_that_the_forward_writes_are_told_apart(backend: GraphBackend) -> None:
     """They are not padded, as padding might reach what is written."""
 

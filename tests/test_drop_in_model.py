@@ -118,6 +118,7 @@ def test_a_change_that_calls_may_have_missed_is_told(backend: GraphBackend, laye
         g(x)
     may_be_late = layers > 1 and sys.version_info < (3, 12)
     assert ("call recapture() after such changes" in g.explain()) is may_be_late
+    assert ("answers are right from here on" in g.explain()) is not may_be_late
     close(g(x), model(x))
 
 
@@ -1735,7 +1736,8 @@ def test_generate_with_other_caches_answers_threads_as_the_model_does(
     assert "captured again" not in shown
     assert not [line for line in shown.splitlines() if line.startswith("none yet")]
     longer = {**options, "max_new_tokens": 26}
-    with pytest.raises(InputError, match="and max_cache_len is 24"):
+    begun = "answer begins with 1" if lm.config.is_encoder_decoder else "prompt has 9"
+    with pytest.raises(InputError, match=f"the {begun} tokens, .* and max_cache_len is 24"):
         lm.generate(calls[0]["inputs"], **longer)
 
 
@@ -1812,6 +1814,16 @@ def test_whisper_generates_by_its_own_code(backend: GraphBackend) -> None:
         assert torch.equal(lm.generate(heard, max_new_tokens=6), wanted)
     assert not g.graph_calls
     assert "generate with no input_ids does not use the cache" in g.explain()
+
+
+def test_more_lengths_of_prompts_than_caches_are_told(
+    backend: GraphBackend, t5: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    cgplan.graphed_generate(t5, max_cache_len=8)
+    for length in range(3, 12):
+        prompt = torch.randint(2, 200, (1, length), device=backend.device)
+        t5.generate(prompt, max_new_tokens=2)
+    assert "up to a few numbers of rows, and pad prompts to a few lengths" in caplog.text
 
 
 def test_states_of_a_cache_are_one_row_of_explain(backend: GraphBackend, t5: Any) -> None:

@@ -54,6 +54,7 @@ from cgplan.planning import build_plan
 from cgplan.runner.prepared import PreparedCall
 from cgplan.runner.runner import GraphRunner
 from cgplan.runner.session import CaptureSession
+from cgplan.units import listed
 
 _MOST_CALLS = 4096
 _MORE = "raise max_graphs, or pad inputs to a few shapes"
@@ -342,7 +343,7 @@ class Calls:
             path for path in detector.record.changes() if is_ignored(path, self._settings.ignore)
         ]
         if ignored:
-            error.message += f"; ignored, and changed since the capture: {', '.join(ignored)}"
+            error.message += f"; ignored, and changed since the capture: {listed(ignored)}"
         has_changed = self.learner.relearn(kind)
         if is_padded and not has_changed:
             self.learner.give_up(kind, error.message)

@@ -325,7 +325,9 @@ class Graphed:
         alike = [other.state for other in self._learner.kinds if other.notes == notes]
         differs = [place for place in kind.state if any(place not in state for state in alike)]
         # values and lengths
-        told = [f"{path}: {value}" for path, *_, value in differs if isinstance(value, str | int)]
+        told = [
+            f"{path}: {value!s:.80}" for path, *_, value in differs if isinstance(value, str | int)
+        ]
         if told:
             notes.append(listed(told, 2))
         outputs = zip_longest(kind.shapes, kind.keys, fillvalue="")
@@ -716,6 +718,7 @@ class _Generate:
             asked = f"max_new_tokens is {more or f'{_NEW_TOKENS}, the default of transformers'}"
             longest = length + (more or _NEW_TOKENS)
         longest -= 1  # the last token is not cached
+        begun = "answer begins with" if self.model.config.is_encoder_decoder else "prompt has"
         hint = ""
         if 0 < self._window < longest:
             hint = (
@@ -725,7 +728,7 @@ class _Generate:
 
         def refuse(*_: Any, **__: Any) -> Never:
             raise InputError(
-                f"the prompt has {length} tokens, and {asked}: {longest} to cache, and "
+                f"the {begun} {length} tokens, and {asked}: {longest} to cache, and "
                 f"max_cache_len is {self._max_cache_len}",
                 remedy=f"Ask for fewer by max_new_tokens, set a larger max_cache_len{hint}, or "
                 'pass cache_implementation="dynamic" for eager code.',
@@ -815,6 +818,7 @@ class _Generate:
                 self._tell(
                     f"generate keeps {_MOST_CACHES} caches with graphs, by number of rows and "
                     "inference_mode, and got more: fill batches up to a few numbers of rows"
+                    f"{', and pad prompts to a few lengths' * bool(encoded)}"
                 )
             cache = self._new_cache(encoded)
         self.caches[key] = cache  # the last one used

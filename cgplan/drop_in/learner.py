@@ -274,15 +274,14 @@ class Learner:
             text = f"captured again, as the first call with {', '.join(new)} changed {first}"
         if len(changes) > 1:
             text += f", and {counted(len(changes) - 1, 'more change')}"
-        text += first.hint(changes) or (
-            "; answers are right from here on, and each change costs a capture"
-        )
+        hint = first.hint(changes)
         is_moved = all(change.is_move for change in changes)
         if self.detector.is_late:
-            text += (
+            hint += (
                 "; calls from the change to now may have been answered by the old graphs: call "
                 "recapture() after such changes"
             )
+        text += hint or "; answers are right from here on, and each change costs a capture"
         self.tell_once(text, first.subject)
         self.detector.close()
         self.detector = None

@@ -431,6 +431,7 @@ class PutBack:
                 of_undone.update(known.uses.runs)
         steady = set(filter(self.is_steady, self._bound))  # there each run binds another tensor
         self.outcome.clear()  # rewinds noted some
+        filled = set[int]()  # on first use
         for written in self.storages.written.values():
             uses = written.uses
             if of_made.issuperset(uses.runs):
@@ -440,11 +441,12 @@ class PutBack:
             stays &= not is_within(written.path, steady)
             if stays:
                 written.give_back()
+                filled.add(storage_id(written.tensor))
             else:
                 written.fill(written.copy)
             outcome = "new" if stays else written.outcome
             self.outcome[written.path] = written.storage.nbytes(), outcome
-        self._writes_of_engine.put_back()
+        self._writes_of_engine.put_back(filled)
         self._undo(made)
 
     def _undo(

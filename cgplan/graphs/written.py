@@ -442,14 +442,17 @@ class WritesOfEngine(DispatchMode):
             if number not in self.guarded or number in self._copies:
                 continue
             storage = tensor.untyped_storage()
-            self._left -= storage.nbytes()
-            if self._left >= 0:
+            nbytes = storage.nbytes()
+            if nbytes <= self._left:
+                self._left -= nbytes
                 self._copies[number] = storage, storage.clone()
         return func(*args, **kwargs)
 
-    def put_back(self) -> None:
-        for storage, copy in self._copies.values():
-            storage.copy_(copy)
+    def put_back(self, filled: Collection[int] = ()) -> None:
+        """``filled``: ids of storages that stay."""
+        for number, (storage, copy) in self._copies.items():
+            if number not in filled:
+                storage.copy_(copy)
         self._copies.clear()
 
 

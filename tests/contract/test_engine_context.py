@@ -285,3 +285,61 @@ def test_what_an_engine_makes_for_a_key_stays_as_it_filled_it(backend: GraphBack
     x = torch.randn(4, 4, device=backend.device)
     same(runner(x=x, scale=torch.ones(4, device=backend.device)), (x + 1) * 6)
     runner.close()
+
+
+def test_memory_too_large_for_copies_leaves_room_for_other_memory(backend: GraphBackend) -> None:
+    model = Slots().to(backend.device).eval()
+    model.register_buffer("large", torch.zeros(1 << 12, device=backend.device))
+
+    def before_key(*_: Any) -> None:
+        model.large[-1:].zero_()
+        model.slots.fill_(15)
+
+    runner = cgplan.capture(
+        model,
+        {"x": INPUTS["x"]},
+        compilation={"cudagraph_mode": "FULL", "cudagraph_capture_sizes": [4], "state_copy": 4096},
+        device=str(backend.device),
+        before_key=before_key,
+    )
+    assert model.slots.tolist() == list(range(8))
+    x = torch.randn(4, 4, device=backend.device)
+    same(runner(x=x), x + torch.arange(4, device=backend.device)[:, None])
+    runner.close()
+
+
+class Filled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(4))
+        self.is_filled = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_filled:
+            self.table.fill_(3.0)
+            self.is_filled = True
+        return x + self.table
+
+
+@pytest.mark.parametrize("policy", ["eager", "lazy"])
+def test_a_table_that_first_use_fills_stays_where_an_engine_cleared_it(
+    backend: GraphBackend, policy: str
+) -> None:
+    model = Filled().to(backend.device).eval()
+
+    def before_key(*_: Any) -> None:
+        if not model.is_filled:
+            model.table.zero_()
+
+    runner = cgplan.capture(
+        model,
+        {"x": INPUTS["x"]},
+        compilation={"cudagraph_mode": "FULL", "capture_policy": policy, "verify": "off"},
+        scheduler={"max_num_seqs": 4, "max_num_batched_tokens": 4},
+        device=str(backend.device),
+        before_key=before_key,
+    )
+    for rows in (4, 2, 3):
+        x = torch.randn(rows, 4, device=backend.device)
+        same(runner(x=x), x + 3)
+    runner.close()

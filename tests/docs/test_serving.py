@@ -495,6 +495,11 @@ class Mixing(torch.nn.Module):
         return rows - rows.mean(0)
 
 
+class Faint(Mixing):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) / 1000  # as scores of a thousand classes
+
+
 class Scores(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.mean((2, 3))
@@ -517,6 +522,7 @@ class Wrapped(torch.nn.Module):
             "a picture beside others",
         ),  # larger batches have no graph, and are not padded
         ([*range(1, 17)], Mixing, "a picture beside others"),  # no batch is padded
+        ([*range(1, 17)], Faint, "a picture beside others"),
         ([1], Scores, None),
     ],
 )
