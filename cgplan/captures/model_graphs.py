@@ -433,10 +433,11 @@ class ModelGraphs:
             yield
             return
         before = self.fingerprint()
-        limit = copy_limit(self.config.compilation, self.backend)
         views = self.views(key[1])
-        guarded = set(map(storage_id, (*before.tensors, *views.values())))
-        writes = WritesOfEngine(limit, guarded)
+        writes = WritesOfEngine(
+            copy_limit(self.config.compilation, self.backend),
+            set(map(storage_id, (*before.tensors, *views.values()))),
+        )
         try:
             try:
                 with writes:

@@ -38,6 +38,7 @@ from cgplan.runner.prepared import NO_COMPARISON, Due, PreparedCall, Values
 logger = logging.getLogger(__name__)
 _COPIES = 4  # of the state, at one time
 _FEW = 0.25  # of the elements, where a router sends rows elsewhere
+_OF_PADDING = "depends on what the padding holds"
 
 
 class Verifier:
@@ -113,7 +114,7 @@ class Verifier:
             "Look for numbers and branches that Python computed at capture, moved tensors, and "
             "random operators that do not draw from torch's generators."
         )
-        if "padding holds" in record.failure:
+        if _OF_PADDING in record.failure:
             cause = (
                 "Rows reach each other, or the model is in training mode: call .eval(), list each "
                 "size, or pass the true count."
@@ -278,7 +279,7 @@ class _Comparison:
         elif unseen is not None:
             failure = f"a run of this size writes {unseen}, and a replay does not"
         elif where is not None:
-            failure = f"{where} depends on what the padding holds"
+            failure = f"{where} {_OF_PADDING}"
         elif wrong and self._is_rounding(wrong, replayed, eager):
             remark = _by_rows(wrong[0])
         elif wrong:
