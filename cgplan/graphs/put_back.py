@@ -63,14 +63,14 @@ class _Bound:
     Attributes:
         first: What the first run left there.
         is_captured: That one was a capture.
-        began_without: A later run began without the change, so it flags no tensor that this run
-            left alone.
+        began_without: Later runs that began without the change: it flags no tensor that one of
+            them left alone.
     """
 
     first: Any
     is_captured: bool
     uses: Uses = field(default_factory=Uses)
-    began_without: bool = False
+    began_without: set[int] = field(default_factory=set)
 
 
 class PutBack:
@@ -136,8 +136,6 @@ class PutBack:
             self.storages.rewind()
         self.storages.begin_run()
         inside = self._now() if enters_made and self.last else None
-        for path, known in self._bound.items():
-            known.began_without |= path not in self.last
         is_whole = False
         try:
             yield found
@@ -181,6 +179,9 @@ class PutBack:
     ) -> None:
         if run.captures and run.ran_python:
             self.captured.add(run.key)
+        for path, known in self._bound.items():
+            if run.ran_python and path not in self.last:
+                known.began_without.add(run.number)
         for path, change in changed.items():
             if path in self._bound:
                 continue
@@ -422,13 +423,13 @@ class PutBack:
         self.last = self.before.changes()  # by runs of a bench, too
         made = self.made
         of_made = set[int]()  # runs
-        of_undone = set[int]()  # that may be a tensor's flag
+        undone = list[_Bound]()  # that may be a tensor's flag
         for path, known in self._bound.items():
             if path in made or not self.may_undo(path):
                 if known.uses.is_first_use:
                     of_made.update(known.uses.runs)
-            elif not known.began_without:
-                of_undone.update(known.uses.runs)
+            elif not (known.began_without and self.keeps_first_use):  # graphs read what it flags
+                undone.append(known)
         steady = set(filter(self.is_steady, self._bound))  # there each run binds another tensor
         self.outcome.clear()  # rewinds noted some
         filled = set[int]()  # on first use
@@ -437,15 +438,20 @@ class PutBack:
             if of_made.issuperset(uses.runs):
                 stays = uses.is_first_use
             else:  # its flags were not seen
-                stays = uses.stopped and of_undone.isdisjoint(uses.runs)
+                stays = uses.stopped
+                for known in undone:
+                    if known.began_without <= uses.runs.keys():
+                        stays &= known.uses.runs.keys().isdisjoint(uses.runs)
             stays &= not is_within(written.path, steady)
             if stays:
                 written.give_back()
                 filled.add(storage_id(written.tensor))
             else:
                 written.fill(written.copy)
-            outcome = "new" if stays else written.outcome
-            self.outcome[written.path] = written.storage.nbytes(), outcome
+            self.outcome[written.path] = (
+                written.storage.nbytes(),
+                "new" if stays else written.outcome,
+            )
         self._writes_of_engine.put_back(filled)
         self._undo(made)
 

@@ -429,6 +429,36 @@ def test_a_buffer_that_a_capture_filled_on_first_use_keeps_its_numbers() -> None
     assert model.table.tolist() == [7, 8]
 
 
+class FillsAtZero(nn.Module):
+    """Fills a table where a counter, which each run changes, says that it is new."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(size))
+        self.count = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.count == 0:
+            self.table.fill_(7.0)
+        self.count += 1
+        if x.shape[0] == 2:
+            raise ValueError("the smallest size fails")
+        return x * self.table[:1]
+
+
+@pytest.mark.parametrize("size", [4, 1 << 20])
+def test_where_no_capture_succeeds_a_table_goes_back_with_a_counter_that_flags_it(
+    size: int,
+) -> None:
+    model = FillsAtZero(size).eval()
+    inputs = {"x": Input(shape=("num_tokens", 2), dtype="float32", pad=0)}
+    compilation = {"cudagraph_capture_sizes": [2, 4]}
+    with pytest.raises(cgplan.ModelError, match="the smallest size fails"):
+        cgplan.capture(model, inputs, compilation=compilation, device="cpu")
+    assert model.count == 0
+    assert model.table[0] == 0
+
+
 class Keeps(nn.Module):
     """Keeps what it computes from the first batch of a size."""
 
