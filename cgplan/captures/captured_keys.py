@@ -212,11 +212,11 @@ class CapturedKeys:
         in_service = self._capturer.in_service
         pools = self.graphs.pools
         waiting = list(keys)
-        allowed = set[Key]()
+        had_graphs = set[Key]()
         done = 0
         while waiting:
             key = waiting.pop(0)
-            if key not in allowed and not self.guard.allows(key):
+            if key not in had_graphs and not self.guard.allows(key):
                 if not in_service:
                     break
                 self._remember_refusal(key)  # in service there is one rank
@@ -240,7 +240,7 @@ class CapturedKeys:
                 waiting = [*captured, *waiting]
             elif captured:
                 waiting = list(captured)
-            allowed.update(captured)
+            had_graphs.update(captured)
             self._free_all()
             self.graphs.ranks.dropped()
             done = 0
@@ -502,7 +502,7 @@ class BudgetGuard:
         remaining: int,
     ) -> bool:
         """Without predictions, the largest keys are given up until the driver's memory for the
-        ``remaining`` ones is within the limits; 0 in service, where no key given up is tried again.
+        ``remaining`` ones is within the limits; 0 in service, where it would stay ``failed``.
         """
         return not self._graphs.ranks.any_refuses(self.active and self._overshoots(key, remaining))
 

@@ -284,7 +284,7 @@ class Capturer:
             return
         held = graphs.backend.memory().held
         try:
-            rehearsal.look(smallest)  # with `lazy`, as it wakes; else its context alone
+            rehearsal.look(smallest)  # `wake` under `lazy`; else this sets its context
             self._run(rehearsal, smallest, 1)
             has_left = bool(rehearsal.left) or graphs.backend.memory().held != held
         except Exception as error:  # its own capture raises it again

@@ -540,11 +540,11 @@ class ModelGraphs:
     def seal(self) -> None:
         """Missing keys and moved memory are errors from now on, in a rehearsal from its end."""
         self.scope.is_open = False
-        # comparisons on real rows need the fingerprint
-        if self._rehearsal or self.real_rows:
+        if self._rehearsal:
             return
         self.addresses.seal(self._fingerprint)
-        self._fingerprint = None
+        if not self.real_rows:  # their comparisons need it
+            self._fingerprint = None
 
     # --- graphs -----------------------------------------------------------------------------------
 
@@ -810,7 +810,9 @@ class Rehearsal:
         """
         is_first = mode not in self.judged
         if captures:
-            self.put_back.hold_made()
+            made = self.put_back.hold_made()
+            if is_first and self._graphs.judges_first_use:  # no warm-up has shown what it reads
+                self._graphs.addresses.first_use.update(made)
         with self.put_back.run(
             captures=captures,
             computes=not captures or mode is CUDAGraphMode.PIECEWISE,  # its captures do

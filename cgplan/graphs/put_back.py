@@ -20,9 +20,9 @@ Note [What is put back]
       then by no more         tensors are refused
     by a failed run           Python back at its end, tensors as above
 
-    If a change of Python goes back that may be a tensor's flag, so does the tensor. Where
-    `Calls.warm_up` finds an eager kind, first use stays bound, but flags and containers go back.
-    Where its runs led on through states of an argument, none stays.
+    A tensor goes back with Python that may count its writes or, if no graph reads it, flag them.
+    Where `Calls.warm_up` finds an eager kind, first use stays bound, but flags and containers go
+    back. Where its runs led on through states of an argument, none stays.
     Small tensors go back ahead of each run, too, as positions must not run past a cache.
 """
 
@@ -63,14 +63,27 @@ class _Bound:
     Attributes:
         first: What the first run left there.
         is_captured: That one was a capture.
-        began_without: Later runs that began without the change: it flags no tensor that one of
-            them left alone.
+        began_with: Runs that began with the change.
     """
 
     first: Any
     is_captured: bool
     uses: Uses = field(default_factory=Uses)
-    began_without: set[int] = field(default_factory=set)
+    began_with: set[int] = field(default_factory=set)
+
+    def goes_with(
+        self,
+        of_tensor: Mapping[int, object],
+        *,
+        is_read: bool,
+    ) -> bool:
+        """Whether a tensor that these runs wrote goes back with the change."""
+        runs = self.uses.runs.keys()
+        if runs.isdisjoint(of_tensor):
+            return False
+        may_count = not self.began_with.isdisjoint(of_tensor)
+        may_flag = runs - self.began_with <= of_tensor.keys()
+        return may_count or (may_flag and not is_read)
 
 
 class PutBack:
@@ -179,9 +192,6 @@ class PutBack:
     ) -> None:
         if run.captures and run.ran_python:
             self.captured.add(run.key)
-        for path, known in self._bound.items():
-            if run.ran_python and path not in self.last:
-                known.began_without.add(run.number)
         for path, change in changed.items():
             if path in self._bound:
                 continue
@@ -192,27 +202,31 @@ class PutBack:
             if run.is_later and grows and change.where:
                 self._growing.add(id(change.where[0]))
         for path, known in self._bound.items():
+            if path in self.last:
+                known.began_with.add(run.number)
             if path in changed:
                 known.uses.count(run)
             else:
                 known.uses.miss(run)
 
-    def hold_made(self) -> None:
-        """Ahead of a capture."""
+    def hold_made(self) -> list[str]:
+        """Ahead of a capture. Returns paths of tensors."""
         now = {}
         was = {}
-        for path in self.made:
+        bound = self._bound.keys() & self.last.keys()
+        for path in self.made if len(self._runs) > 1 else bound:  # as has_first_use
             change = self.last[path]
             now[path] = change.now
             was[path] = change.was
         if not now:
-            return
+            return []
         for key, roots in ((self.key, now), (None, was)):
             reached = Fingerprint.of(
                 roots,
                 self.before.device,
             )
             self.held[key] = reached.tensors
+        return [path for path, value in now.items() if is_tensor(value)]
 
     @contextmanager
     def setting_context(self) -> Iterator[None]:
@@ -423,12 +437,12 @@ class PutBack:
         self.last = self.before.changes()  # by runs of a bench, too
         made = self.made
         of_made = set[int]()  # runs
-        undone = list[_Bound]()  # that may be a tensor's flag
+        undone = list[_Bound]()
         for path, known in self._bound.items():
             if path in made or not self.may_undo(path):
                 if known.uses.is_first_use:
                     of_made.update(known.uses.runs)
-            elif not (known.began_without and self.keeps_first_use):  # graphs read what it flags
+            else:
                 undone.append(known)
         steady = set(filter(self.is_steady, self._bound))  # there each run binds another tensor
         self.outcome.clear()  # rewinds noted some
@@ -440,8 +454,7 @@ class PutBack:
             else:  # its flags were not seen
                 stays = uses.stopped
                 for known in undone:
-                    if known.began_without <= uses.runs.keys():
-                        stays &= known.uses.runs.keys().isdisjoint(uses.runs)
+                    stays &= not known.goes_with(uses.runs, is_read=self.keeps_first_use)
             stays &= not is_within(written.path, steady)
             if stays:
                 written.give_back()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import closing
@@ -457,6 +459,63 @@ def test_where_no_capture_succeeds_a_table_goes_back_with_a_counter_that_flags_i
         cgplan.capture(model, inputs, compilation=compilation, device="cpu")
     assert model.count == 0
     assert model.table[0] == 0
+
+
+class FillsUnseen(nn.Module):
+    """Fills a table behind a flag that no walk sees, and counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(2))
+        self.count = 0
+        self.fill = functools.cache(lambda: self.table.fill_(7.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.fill()
+        self.count += 1
+        return x * self.table
+
+
+@pytest.mark.parametrize("policy", ["eager", "lazy"])
+@pytest.mark.parametrize("sizes", [[4], [2, 4]])
+def test_a_table_behind_an_unseen_flag_stays_beside_a_counter(
+    policy: str,
+    sizes: list[int],
+) -> None:
+    model = FillsUnseen().eval()
+    inputs = {"x": Input(shape=("num_tokens", 2), dtype="float32", pad=0)}
+    compilation = {"cudagraph_capture_sizes": sizes, "capture_policy": policy}
+    with closing(cgplan.capture(model, inputs, compilation=compilation, device="cpu")) as runner:
+        for _ in range(3):
+            assert runner(x=torch.ones(3, 2)).tolist() == [[7, 7]] * 3
+    assert model.table.tolist() == [7, 7]
+    assert model.count == 0
+
+
+class MakesTable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None:
+            self.table = torch.arange(2.0)
+        return x * self.table
+
+
+@pytest.mark.parametrize("warm_ups", ["auto", 0, 1])
+def test_a_table_of_first_use_is_held_and_told_when_another_takes_its_place(warm_ups: Any) -> None:
+    model = MakesTable().eval()
+    inputs = {"x": Input(shape=("num_tokens", 2), dtype="float32", pad=0)}
+    compilation = {"cudagraph_capture_sizes": [4], "cudagraph_num_of_warmups": warm_ups}
+    with closing(cgplan.capture(model, inputs, compilation=compilation, device="cpu")) as runner:
+        x = torch.ones(4, 2)
+        assert runner(x=x).tolist() == [[0, 1]] * 4
+        table = weakref.ref(model.table)
+        model.table = torch.tensor([5.0, 5.0])
+        assert table() is not None
+        with pytest.raises(cgplan.NumbersError):
+            runner(x=x)
 
 
 class Keeps(nn.Module):
