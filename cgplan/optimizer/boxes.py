@@ -29,7 +29,7 @@ from cgplan.optimizer.evidence import (
     SizeUse,
     of_costs,
 )
-from cgplan.optimizer.lint import BETWEEN
+from cgplan.optimizer.lint import BETWEEN, bench_of
 from cgplan.optimizer.paths import Floats, Ints, best_paths
 from cgplan.optimizer.propose import ALIKE, EXACT, NO_GAIN
 from cgplan.optimizer.search import ROUNDING
@@ -745,9 +745,11 @@ class _BoxProblem:
             late = np.maximum(self._times(above) / self._times(ran) - 1, 0.0)
             if self._weights @ late > BETWEEN * self._total:
                 share = self._weights[late > 0].sum() / self._total
+                between = ran[late > 0]
+                sizes = map(np.union1d, axes, between.T)
                 yield (
                     f"{share:.1%} of the steps run in graphs between measured sizes: their times "
-                    "are guessed; measure them: a bench with these sizes and the largest in `dims`"
+                    f"are guessed; measure them: {bench_of(self.base, *sizes)}"
                 )
         if self._thinned:
             yield (

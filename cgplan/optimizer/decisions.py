@@ -20,7 +20,6 @@ from cgplan.optimizer.propose import (
     PlannedGraphs,
     plan_graphs,
     point_of,
-    with_sizes,
 )
 from cgplan.planning import Plan, build_plan
 from cgplan.planning.plan import budget_of
@@ -219,7 +218,13 @@ class Planner:
         most = config.budget.max_graphs or math.inf
         for name, other in others.items():
             ran = Run(other.lanes(), traffic, times)
-            point = point_of(name, other, ran, **anew.inputs.price(other.keys))
+            price = anew.inputs.price(other.keys)
+            point = point_of(
+                name,
+                other,
+                ran,
+                **price,
+            )
             points.append(point)
             is_allowed = point.num_graphs <= most and anew.inputs.pays_for(limits, other.keys)
             if is_allowed or other is plan:
@@ -386,22 +391,7 @@ class Planner:
             if robust.run.expected_us <= longest:
                 planned = robust
                 break
-        planned = replace(
-            planned,
-            others=others,
-        )
-        plan = planned.plan
-        if config.compilation.key_rules != "vllm_v2" or not plan.capture_sizes:
-            return planned
-        built = build_plan(with_sizes(config, plan.capture_sizes))
-        found: dict[str, Any] = {
-            "draft_prefill_keys": built.draft_prefill_keys,
-            "draft_decode_keys": built.draft_decode_keys,
-        }
-        if set(built.keys) != set(plan.keys) and self.one_list:
-            costs = self.costs
-            found |= {"keys": built.keys, "predicted": costs and costs.of(built.keys)}
-        return planned.with_plan(**found)
+        return planned.as_captured(others)
 
     def _others(self, config: Config) -> list[Traffic]:
         """Of a robust plan for one load: 2 and 4 times the load, and the p99 of decode of each."""
@@ -497,8 +487,8 @@ class Planner:
         change = "no graph of that fits"
         if asked:
             longer = best.run.expected_us / asked.run.expected_us - 1
-            change = f"{best.plan.graph_words} instead of {asked.plan.graph_words}"
-            change += f", steps {longer:+.2%}"
+            more = best.plan.num_graphs - asked.plan.num_graphs
+            change = f"{more:+} graphs, steps {longer:+.2%}"
         yield f"mode {best.plan.mode}, not {mode}: {change}; {hint}"
 
     def _mode_notes(self, by_mode: ByMode, best: PlannedGraphs) -> Iterator[str]:

@@ -48,7 +48,7 @@ def lint_without_traffic(plan: Plan) -> Iterator[str]:
     yield from eager_drafts(plan)
     most = largest_of(Lane(CUDAGraphMode.FULL, True, 0), plan)
     held = max((sizes[-1] for sizes in plan.lanes().values()), default=most)
-    if held < most:
+    if held < most and plan.dim_names[0] == "num_tokens":
         kind = "uniform decode " if plan.mode.separate_routine() else ""
         yield (
             f"scheduler.max_num_seqs allows {kind}batches of {most} tokens, the largest "
@@ -197,11 +197,15 @@ def sizes_between(plan: Plan, run: Run) -> Iterator[str]:
         )
 
 
-def bench_of(plan: Plan, sizes: Iterable[int]) -> str:
-    """The command that measures those sizes that the scheduler's bounds allow."""
-    allowed = [str(size) for size in sorted(sizes) if size <= plan.max_num_batched_tokens]
-    listing = ",".join(allowed)
-    command = f"cgplan bench FILE --set 'compilation.cudagraph_capture_sizes=[{listing}]'"
+def bench_of(plan: Plan, *sizes: Iterable[float]) -> str:
+    """The command that measures those sizes, by dimension, that the scheduler's bounds allow."""
+    command = "cgplan bench FILE"
+    for name, of_dim in zip(plan.dim_names, sizes, strict=True):
+        allowed = [f"{size:.0f}" for size in sorted(of_dim) if size <= plan.max_num_batched_tokens]
+        setting = f"dims.{name}.sizes"
+        if name == "num_tokens":
+            setting = "compilation.cudagraph_capture_sizes"
+        command += f" --set '{setting}=[{','.join(allowed)}]'"
     if plan.config["compilation"]["max_cudagraph_capture_size"] is not None:
         command += " --set compilation.max_cudagraph_capture_size=null"
     target = "--set model.target=my_model.py:build"

@@ -56,6 +56,7 @@ from cgplan.optimizer.search import (
     Search,
     best_plan,
 )
+from cgplan.planning.engines import eager_drafts
 from cgplan.planning.plan import (
     LADDERS,
     PLANNED_FOR,
@@ -267,7 +268,7 @@ class PlanInputs:
         traffic: Traffic,
         costs: GraphCosts | None,
     ) -> Problem:
-        asked = self.ladders.get(self.asked)
+        asked = self.today or self.ladders.get(self.asked)
         most = asked.max_capture_size if asked else 0
         if self.any_size:
             most = self.base.max_num_batched_tokens
@@ -472,6 +473,33 @@ class PlannedGraphs:
     def with_plan(self, **changed: Any) -> PlannedGraphs:
         return replace(self, plan=self.plan.changed(**changed))
 
+    def as_captured(self, others: Sequence[Traffic]) -> PlannedGraphs:
+        """With all graphs that vLLM captures for the sizes, and shown for ``others``, too."""
+        plan = self.plan
+        inputs = self.inputs
+        planned = replace(self, others=others)
+        if plan.key_rules != "vllm_v2" or not plan.capture_sizes:
+            return planned
+        config = inputs.config
+        notes = plan.notes
+        built = build_plan(with_sizes(config, plan.capture_sizes))
+        if inputs.one_list and any(eager_drafts(built)):
+            most = plan.max_num_seqs
+            larger = build_plan(with_sizes(config, (*plan.capture_sizes, most)))
+            if not self._broken(larger.keys + larger.draft_keys):
+                built = larger
+                notes += (f"size {most} was added for the draft model's decode, which steps lack",)
+        keys = built.keys if inputs.one_list else plan.keys
+        planned = planned.with_plan(
+            capture_sizes=built.capture_sizes,
+            keys=keys,
+            draft_prefill_keys=built.draft_prefill_keys,
+            draft_decode_keys=built.draft_decode_keys,
+            predicted=inputs.costs and inputs.costs.of(keys),
+            notes=notes,
+        )
+        return replace(planned, run=self._run_of(planned.plan.lanes()))
+
     def explained(self, **decided: Any) -> Plan:
         """The plan with its evidence; ``decided``: what that says besides."""
         plan = self.plan
@@ -479,8 +507,12 @@ class PlannedGraphs:
         inputs = self.inputs
         costs = inputs.costs
         alone = inputs.problem_of_seen
-        ladders = {name: self._ladder(name, ladder) for name, ladder in inputs.ladders.items()}
+        ladders = {name: self._ladder(name, other) for name, other in inputs.ladders.items()}
         asked = ASKED_FOR if ASKED_FOR in ladders else inputs.asked
+        ladder = ladders.get(asked)
+        keep = False  # as good as the plan, and not more
+        if ladder and self._is_worth_it and not self.for_slo:
+            keep = ladder.no_gain and 0 < ladder.graphs <= len(plan.keys)
         told, times_notes = run.times.said_for(plan.mode)
         unsure = [*told, *run.traffic.warnings, *doubts(plan, run)]
         doubt = ""
@@ -538,10 +570,10 @@ class PlannedGraphs:
             pareto=tuple(map(inputs.point, range(1, inputs.worthwhile + 1))),
             ladders=tuple(ladders.values()),
             asked=asked,
-            keep=self._keeps(ladders.get(asked)),
+            keep=keep,
             notes=tuple(self._notes()),
             warnings=lint(plan, run),
-            verdict=run.times.doubt + doubt + self._verdict(ladders.get(asked)),
+            verdict=run.times.doubt + doubt + self._verdict(ladder),
             unmeasured=run.unmeasured,
             unmeasured_graphs=sum(
                 key.num_tokens > run.times.measured_to(mode, key.num_active_loras)
@@ -776,10 +808,9 @@ class PlannedGraphs:
                 f"{'--slo asks for the fewest' if self.for_slo else 'see what binds'}"
             )
         if ladder.no_gain and change <= ALIKE:
-            keep = "keep them, and paste no list; " if self._keeps(ladder) else ""
             return (
-                f"no gain in step time: {theirs} it is within 1% of the bound; {keep}"
-                f"as good with {graphs}"
+                f"no gain in step time: {theirs} it is within 1% of the bound; as good with "
+                f"{graphs}"
             )
         if change < -NO_GAIN:
             return f"steps that graphs run are {-change:.1%} shorter than {theirs}, with {graphs}"
@@ -802,12 +833,6 @@ class PlannedGraphs:
         in_graphs = ~(theirs.missed & self.run.missed)
         of_graphs = np.average(theirs.microseconds * in_graphs, weights=theirs.weights)
         return float((self.run.expected_us - expected_us) / max(of_graphs, EXACT))
-
-    def _keeps(self, ladder: LadderPoint | None) -> bool:
-        """Whether the graphs asked for are as good as the plan, and not more."""
-        if ladder is None or self.for_slo or not self._is_worth_it:
-            return False
-        return ladder.no_gain and 0 < ladder.graphs <= len(self.plan.keys)
 
 
 def point_of(name: str, plan: Plan, run: Run, **more: Any) -> LadderPoint:

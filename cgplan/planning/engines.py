@@ -282,12 +282,11 @@ def describe_batches(plan: Plan) -> Iterator[str]:
 
 def eager_drafts(plan: Plan) -> Iterator[str]:
     most = plan.max_num_seqs
-    largest = max((key.num_tokens for _, key in plan.draft_decode_keys), default=most)
-    if largest < most:
-        yield (
-            f"draft model, decode: 1 to {largest} requests in FULL graphs, more, up to {most}, "
-            f"eagerly: add size {most}"
-        )
+    largest = max((key.num_tokens for _, key in plan.draft_decode_keys), default=0)
+    in_graphs = plan.draft_keys and plan.mode.decode_mode() is CUDAGraphMode.FULL
+    if in_graphs and plan.query_len > 2 and largest < most:
+        rest = from_to(largest + 1, most)
+        yield f"draft model, decode: {rest} requests run eagerly: add size {most}"
 
 
 def _modes_of(plan: Plan, each: int, most: int, *, uniform: bool) -> str:

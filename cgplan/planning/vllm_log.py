@@ -85,6 +85,7 @@ class StartLog:
         model, mode, sizes: That vLLM was to capture; ``mode`` as its attention backend lowered it.
         support: Of that backend; None if it lowered no mode.
         ranks: Of data parallelism, of a mixture of experts: others log 1.
+        starts: With graphs, in the log.
         kv_tokens: That the KV cache holds.
         kv_token_bytes: Of one there, by ``advice``.
     """
@@ -107,6 +108,7 @@ class StartLog:
     max_loras: int | None = None
     support: AttentionSupport | None = None
     ranks: int = 1
+    starts: int = 1
 
     @classmethod
     def parse(cls, text: str) -> StartLog | None:
@@ -167,6 +169,7 @@ class StartLog:
             max_loras=most if loras or (given and not has_more) else None,
             support=support and AttentionSupport[support],
             ranks=ranks,
+            starts=len(starts),
         )
 
     @property
@@ -175,6 +178,8 @@ class StartLog:
 
     def doubts(self, plan: Plan) -> Iterator[str]:
         """Why its figures may not be those of these graphs of vLLM."""
+        if self.starts > 1:
+            yield f"the log has {self.starts} starts with graphs; the last is read"
         if self.support is not None:
             yield self.lowering
         for bound in ("max_num_seqs", "max_num_batched_tokens"):

@@ -15,7 +15,6 @@ from rich.text import Text
 
 from cgplan.modes import CUDAGraphMode
 from cgplan.optimizer.evidence import (
-    MOST_UNMEASURED,
     Evidence,
     LadderPoint,
     LoadPoint,
@@ -116,7 +115,7 @@ brief = partial(_plan, whole=False)
 
 def _to_paste(plan: Plan) -> RenderableType | None:
     emission = plan.emission
-    if not emission:
+    if not emission or (plan.evidence or {}).get("keep"):
         return None
     notes = Facts(emission.title, labelled("note", emission.notes))
     return Group(notes, verbatim(emission.block))
@@ -323,44 +322,41 @@ def case_table(cases: Sequence[CaseCost], max_loras: int) -> RenderableType | No
 
 
 def _padding(plan: Plan) -> RenderableType:
+    """Sizes of equal distance, else between powers of two, share a row."""
     alike = grouped((sizes, lane) for lane, sizes in plan.lanes().items())
     beyond = "no graph" if len(alike) == 1 else "another lane, or no graph"
+    unit = plan.dim_names[0].removeprefix("num_")
     tables = []
-    for sizes, lanes in alike.items():
+    for captured, lanes in alike.items():
         names = dict.fromkeys(str(lane._replace(num_active_loras=0)) for lane in lanes)
         title = " and ".join(names)
         if plan.max_loras is not None:
             cases = sorted({lane.num_active_loras for lane in lanes})
             title += f"; LoRA cases {', '.join(map(str, cases))}"
         if len(alike) > 1:
-            title += f": {len(sizes)} ({describe_sizes(sizes)})"
-        tables.append(titled(title, _padding_table(sizes, beyond)))
+            title += f": {len(captured)} ({describe_sizes(captured)})"
+        pairs = tuple(pairwise((0, *captured)))
+        groups = [list(group) for _, group in groupby(pairs, lambda pair: pair[1] - pair[0])]
+        if len(groups) > MOST_PADDING_ROWS:
+            groups = [list(group) for _, group in groupby(pairs, lambda pair: pair[1].bit_length())]
+        rows: list[tuple[str, str, int | None]] = []
+        for group in groups:
+            sizes = [size for _, size in group]
+            most = max(size - below for below, size in group) - 1
+            to = describe_sizes(sizes)
+            if len(sizes) > 1:
+                to = f"next of {to}"
+            span = from_to(group[0][0] + 1, sizes[-1])
+            rows.append((span, to if most else "as it is", most))
+        rows.append((f"above {captured[-1]}", beyond, None))
+        table = Grid(
+            rows,
+            TextColumn(f"batch of ({unit})", "0"),
+            TextColumn("is padded to", "1"),
+            Column("padding rows at most", "2"),
+        )
+        tables.append(titled(title, table))
     return stacked(*tables)
-
-
-def _padding_table(captured: Sequence[int], beyond: str) -> RenderableType:
-    """Sizes of equal distance, else between powers of two, share a row."""
-    pairs = tuple(pairwise((0, *captured)))
-    groups = [list(group) for _, group in groupby(pairs, lambda pair: pair[1] - pair[0])]
-    if len(groups) > MOST_PADDING_ROWS:
-        groups = [list(group) for _, group in groupby(pairs, lambda pair: pair[1].bit_length())]
-    rows: list[tuple[str, str, int | None]] = []
-    for group in groups:
-        first = group[0][0] + 1
-        sizes = [size for _, size in group]
-        most = max(size - below for below, size in group) - 1
-        span = from_to(first, sizes[-1])
-        to = describe_sizes(sizes)
-        if len(sizes) > 1:
-            to = f"next of {to}"
-        rows.append((span, to if most else "as it is", most))
-    rows.append((f"above {captured[-1]}", beyond, None))
-    return Grid(
-        rows,
-        TextColumn("batch of (tokens)", "0"),
-        TextColumn("is padded to", "1"),
-        Column("padding rows at most", "2"),
-    )
 
 
 # --- why these graphs -----------------------------------------------------------------------------
@@ -405,8 +401,6 @@ def _answer(
                 eager += f"; max_num_seqs stays {plan.max_num_seqs}"
             rows.append(("eager", eager))
     yield Facts(_headline(plan, evidence), rows)
-    if not evidence.graphs:
-        yield Text("No graph: every batch runs eagerly.")
     yield _ladders(evidence, whole)
     if whole or not evidence.other_loads:
         yield _loads(evidence.loads)
@@ -551,8 +545,6 @@ def _reasons(plan: Plan, evidence: Evidence, whole: bool) -> Iterator[Fact]:
         more.append("higher loads")
     bound = format_microseconds(evidence.expected_us.bound)
     step = f"{format_microseconds(evidence.expected_us.plan)} expected; bound {bound}"
-    if evidence.unmeasured > MOST_UNMEASURED:
-        step += "; extrapolated: most steps have sizes that were not measured"
     if evidence.unmeasured_graphs:
         step += f"; {evidence.unmeasured_graphs} of {evidence.graphs} graphs extrapolated"
     if more:
@@ -594,7 +586,7 @@ def _ladders(evidence: Evidence, whole: bool) -> RenderableType | None:
         more = f"; {len(shown) - most} more with --verbose"
         shown = shown[:most]
     words = [
-        f"padding: share of all tokens; gain: how much shorter the plan's step is{more}",
+        f"padding: share of all that runs; gain: how much shorter the plan's step is{more}",
         f"bound: each batch at its best, in a graph{eager}; no gain: a ladder within 1% of it",
     ]
     table = _beside((plan, *shown), TextColumn("gain", gain))
@@ -682,17 +674,9 @@ def render_difference(
                 difference.graphs,
                 "{:.0f}".format,
             ),
-            _figure(
-                "memory",
-                difference.memory,
-                format_bytes,
-            ),
+            _figure("memory", difference.memory, format_bytes),
             _figure("start-up", difference.seconds, format_seconds),
-            _figure(
-                "expected step",
-                difference.expected_us,
-                format_microseconds,
-            ),
+            _figure("expected step", difference.expected_us, format_microseconds),
         ],
         TextColumn("", "0"),
         Column("old", "1"),
@@ -761,9 +745,5 @@ def _replan(report: ReplanReport) -> RenderableType:
     before, after = map(format_bytes, report.pool_bytes)
     rows.append(("pools", f"{before} before, {after} after"))
     rows.append(("time", format_seconds(report.seconds)))
-    difference = render_difference(
-        report.difference,
-        "captured",
-        "wanted",
-    )
+    difference = render_difference(report.difference, "captured", "wanted")
     return stacked(difference, Facts("Replan", rows))

@@ -913,3 +913,48 @@ def test_a_plan_takes_no_more_memory_than_the_graphs_asked_for_unless_asked() ->
     none = plan_of(*command, "--set", "compilation.cudagraph_mode=NONE", "--mode", "best")
     assert none.keys
     assert said not in decisions(none)
+
+
+def test_a_plan_keeps_the_size_of_the_draft_models_decode_where_the_budget_has_room() -> None:
+    """The largest decode of the draft model has a token of each of 50 requests."""
+    drafted = ("--num-speculative-tokens", "3", "--speculative-method", "eagle")
+    command = (*GIVEN[:3], "--max-num-seqs", "50", *GIVEN[5:], *drafted)
+    plan = plan_of(*command)
+    added = "size 50 was added for the draft model's decode, which steps lack"
+    alone = "draft model, decode: "
+    assert added in plan.notes
+    assert 50 in plan.capture_sizes
+    assert max(key.num_tokens for _, key in plan.draft_decode_keys) == 50
+    assert alone not in " ".join(plan.evidence["warnings"])  # type: ignore[index]
+    ran = {use["size"] for use in plan.evidence["uses"]}  # type: ignore[index]
+    assert ran <= {None, *(key.num_tokens for _, key in plan.keys)}
+    few = plan_of(*command, "--max-graphs", str(plan.num_graphs - 1))
+    assert few.num_graphs < plan.num_graphs
+    assert added not in few.notes
+    assert alone in " ".join(few.evidence["warnings"])  # type: ignore[index]
+    priced = (*command, "--costs", str(START), "--memory")
+    free = plan_of(*priced, "none").predicted
+    assert free
+    memory = free.total_bytes // (1 << 20)
+    bounded = plan_of(*priced, f"{memory}MiB").predicted
+    assert bounded
+    assert bounded.total_bytes <= memory << 20
+
+
+def test_a_change_of_mode_says_by_how_many_graphs(home: Path) -> None:
+    (home / "times.csv").write_text(TIMES.format(piecewise=14000))
+    plan = plan_of(*GIVEN, "--max-graphs", "16")
+    asked_for = plan_of(*GIVEN, "--max-graphs", "16", "--mode", "keep")
+    more = plan.num_graphs - asked_for.num_graphs
+    assert f"mode FULL, not FULL_AND_PIECEWISE: {more:+} graphs, steps -" in decisions(plan)
+
+
+def test_from_mode_none_no_size_is_above_those_measured(home: Path) -> None:
+    """No graph is asked for, so that vLLM's sizes up to 8 are none that exist."""
+    lines = [line for line in TIMES.format(piecewise=5000).splitlines() if ",1," in line]
+    four = [line.replace(",1,", ",4,") for line in lines]
+    (home / "times.csv").write_text("\n".join((TIMES.splitlines()[0], *lines, *four)))
+    none = json.dumps({"cudagraph_mode": "NONE"})
+    bounds = ("--max-num-seqs", "8", "--max-num-batched-tokens", "64")
+    plan = plan_of("plan", "--vllm", none, *bounds, *GIVEN[-4:], "--mode", "best")
+    assert plan.max_capture_size == 4

@@ -523,7 +523,8 @@ def test_plan_for_traffic_that_no_graph_could_serve(home: Path) -> None:
     command = (*PLAN, "--traffic", "mixed.csv", "--step-times", "times.csv")
     options = settings("compilation.cudagraph_mode=FULL_DECODE_ONLY")
     assert plan_of(*command, *options).keys == ()
-    assert "No graph: every batch runs eagerly." in good(*command, *options).stdout
+    shown = unwrapped(good(*command, *options).stdout)
+    assert "no graph saves time for this traffic: eager steps take no longer" in shown
 
 
 METRICS = """# HELP cgplan_batches_total Calls by the batch that was asked for.
@@ -681,7 +682,7 @@ def test_a_plan_beyond_the_measured_sizes_is_extrapolated(home: Path) -> None:
         assert evidence["verdict"].startswith("extrapolated, as ") is told
         assert (doubt in evidence["verdict"]) is told
         shown = unwrapped(good("inspect", "made.json").stdout)
-        assert ("extrapolated: most steps" in shown) is told
+        assert ("extrapolated, as" in shown) is told
         lists = evidence["lanes"]
         beyond = sum(size > 1 for lane in lists for size in lane["sizes"])
         assert (f"{beyond} of {evidence['graphs']} graphs extrapolated" in shown) is told

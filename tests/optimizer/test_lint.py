@@ -305,7 +305,10 @@ def test_modes_that_the_traffic_never_uses() -> None:
     ],
 )
 def test_sizes_alone_tell_of_cliffs(options: Any, found: list[str]) -> None:
-    assert list(lint_without_traffic(plan_of(**options))) == found
+    plan = plan_of(**options)
+    assert list(lint_without_traffic(plan)) == found
+    pictures = plan.changed(dim_names=("pictures",))  # which the scheduler does not bound
+    assert list(lint_without_traffic(pictures)) == []
 
 
 @pytest.mark.parametrize("ladder", LADDERS)

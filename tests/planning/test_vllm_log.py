@@ -140,7 +140,10 @@ def test_of_several_starts_the_last_counts_and_of_several_ranks_the_worst() -> N
         LOG.replace("in 3 secs, took 0.50", "in 7 secs, took 0.25")
         + "Graph capturing finished in 2 secs, took 0.30 GiB"
     )
-    assert (started(LOG + again).seconds, started(LOG + again).bytes) == (7, round(0.3 * GIB))
+    both = started(LOG + again)
+    assert (both.seconds, both.bytes) == (7, round(0.3 * GIB))
+    assert "warning: the log has 2 starts with graphs; the last is read" in both.said(PLAN)
+    assert not any("starts with graphs" in doubt for doubt in started(LOG).doubts(PLAN))
 
 
 def test_a_log_without_a_profile_counts_graphs_by_its_progress_bars() -> None:

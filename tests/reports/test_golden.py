@@ -14,6 +14,7 @@ from saved import SAVED, golden_report, golden_text, plan_named
 from cgplan.modes import BatchDescriptor, CUDAGraphMode
 from cgplan.planning import Plan
 from cgplan.planning.difference import compare
+from cgplan.planning.engines import with_emission
 from cgplan.reports import render, render_text
 from cgplan.reports.layout import plain_text
 from cgplan.reports.plan_tables import brief, render_difference
@@ -120,6 +121,14 @@ def test_graphs_to_keep_are_the_headline(graphs: int, told: str) -> None:
         f"Plan: keep the configured sizes' {graphs} graphs{told}; --costs estimate tells start-up"
     )
     assert plain_text(brief(kept), 200).startswith(head)
+    options = "--compilation-config"
+    assert options in plain_text(brief(with_emission(plan, "vllm")), 200)
+    assert options not in plain_text(brief(with_emission(kept, "vllm")), 200)
+
+
+def test_padding_is_of_what_the_dimension_counts() -> None:
+    pictures = plan_named("plan_ladder").changed(dim_names=("pictures",))
+    assert "batch of (pictures)  is padded to" in plain_text(render(pictures), 100)
 
 
 def test_a_plan_in_mode_none_says_how_graphs_are_asked_for() -> None:
