@@ -104,9 +104,11 @@ def test_kinds_without_a_graph_are_shown_by_what_differs(backend: GraphBackend) 
     x = torch.ones(4, 8, device=backend.device)
     with torch.no_grad():
         g(x)
+        g(x)
     g(x)
     told = g.explain()
-    assert re.search(r"\nnone yet +- +no_grad\nnone yet +- +grad mode\n", told)
+    shown = r"\nnone yet \(2 calls\) +- +no_grad\nnone yet \(1 call\) +- +grad mode\n"
+    assert re.search(shown, told)
     assert "all kinds: input: float32 [batch, 8]" in told
     for last in range(5, 15):
         g(torch.ones(2, last, 8, device=backend.device))

@@ -1786,6 +1786,26 @@ def test_generate_gives_a_start_that_lacks_a_token_its_mask(t5: Any, backend: Gr
     assert seen == [(3, 3), (4, 4)]
 
 
+@pytest.mark.parametrize("start", [3, [3, 4]])
+def test_an_answer_that_begins_with_the_start_token_gets_no_second_one(
+    t5: Any, backend: GraphBackend, start: int | list[int]
+) -> None:
+    prompt = torch.randint(3, 200, (2, 5), device=backend.device)
+    first = torch.tensor(start, device=backend.device).expand(2)[:, None]
+    begin = torch.cat([first, prompt[:, :2]], 1)
+    asked = {"max_new_tokens": 6, "do_sample": False, "decoder_start_token_id": start}
+    wanted = t5.generate(prompt, decoder_input_ids=begin, **asked)
+    cgplan.graphed_generate(t5, max_cache_len=8)
+    assert torch.equal(t5.generate(prompt, decoder_input_ids=begin, **asked), wanted)
+    with pytest.raises(InputError, match=r"the answer begins with 4 tokens, .*: 9 to cache"):
+        t5.generate(prompt, decoder_input_ids=begin + 9, **asked)
+    t5.generation_config.decoder_start_token_id = None
+    t5.generation_config.bos_token_id = 5
+    asked["decoder_start_token_id"] = None
+    begin[:, 0] = 5
+    assert t5.generate(prompt, decoder_input_ids=begin, **asked).shape == (2, 9)
+
+
 def test_whisper_generates_by_its_own_code(backend: GraphBackend) -> None:
     """Its encoder makes fewer rows of what it hears."""
     transformers = pytest.importorskip("transformers")
@@ -2002,6 +2022,10 @@ def test_generate_tells_which_half_of_guidance_has_graphs(backend: GraphBackend)
     lm.generate(prompt, max_new_tokens=2, guidance_scale=1.0)
     told = "with guidance_scale the unconditional half runs eagerly"
     assert told not in g.explain()
+    beams = {**options, "num_beams": 2}
+    lm.generate(prompt, **beams)
+    assert told not in g.explain(), "both halves run eagerly"
+    assert g.eager_calls[next(reason for reason in g.eager_calls if "num_beams" in reason)] == 12
     for _ in range(2):
         assert torch.equal(lm.generate(prompt, **options), wanted)
     assert told in g.explain()

@@ -249,6 +249,7 @@ class Calls:
             learner.free_if_changed()  # compares all; a change sets the kind back
         if kind.is_learning:
             output = learner.learning_call(kind, sizes, call)
+            kind.first_calls += 1
             self.eager[kind.eager_reason or kind.learns] += 1
             return output
         refusal = kind.eager_reason or self._provide_graph(kind, sizes, tensors)

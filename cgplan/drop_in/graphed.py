@@ -280,7 +280,8 @@ class Graphed:
                 shown.append(kind.notes)
                 keys = kind.runner.plan.keys if kind.runner else ()
                 sizes = ", ".join(key.size for _, key in reversed(keys))
-                lost = "freed" if kind.stats else "none yet"
+                none_yet = f"none yet ({counted(kind.first_calls, 'call')})"
+                lost = "freed" if kind.stats else none_yet
                 if kind.eager_reason:
                     lost = "eager"
                 rows.append((sizes or lost, kind.stats and kind.stats.calls, self._notes_of(kind)))
@@ -682,11 +683,12 @@ class _Generate:
         encoded = 0
         if model.config.is_encoder_decoder:
             encoded = length
-            begin = given.get("decoder_input_ids")
-            length = 1 if begin is None else begin.shape[1]
+            start = prompt.new_tensor(option("decoder_start_token_id", option("bos_token_id", -1)))
+            begin = option("decoder_input_ids", start.expand(len(prompt))[:, None])
             # BART would ask the device for the length of its own
-            given.setdefault("decoder_attention_mask", prompt.new_ones(len(prompt), length))
-            length += begin is not None  # transformers may add a start token, to the mask, too
+            given.setdefault("decoder_attention_mask", prompt.new_ones(begin.shape))
+            # transformers may add the start token, to the mask, too
+            length = begin.shape[1] + int((begin[:, 0] != start).all())
         refuse = self._refuses_length(length, option)
         if refuse:
             given["custom_generate"] = refuse  # after transformers has looked at the arguments
@@ -757,8 +759,6 @@ class _Generate:
                 model, "_can_compile_fullgraph", True
             ),
         }
-        if option("guidance_scale", 1) != 1:
-            self._tell("with guidance_scale the unconditional half runs eagerly")
         other = []
         for name in _OTHER_CACHES:
             value = option(name)
@@ -775,6 +775,8 @@ class _Generate:
                     f"; max_cache_len={self._window}, the window, has graphs; for longer texts: "
                     "docs/graphed.md, Beyond the window"
                 )
+        if not other and option("guidance_scale", 1) != 1:
+            self._tell("with guidance_scale the unconditional half runs eagerly")
         return other and (
             f"generate with {' and '.join(other)} does not use the cache that "
             f"graphed_generate keeps for graphs{hint}"

@@ -112,6 +112,7 @@ class Kind:
         self.stage = Stage.NEW
         self.eager_reason = ""
         self.learns = "the first calls of a kind"
+        self.first_calls = 0
         self.runner: GraphRunner | None = None
         self.stats: RunnerStats | None = None
         self.replays = 0

@@ -349,6 +349,27 @@ def one_step_at_a_time(server: ModuleType, monkeypatch: pytest.MonkeyPatch) -> I
         permits.release(10_000)
 
 
+def test_the_metrics_of_a_handler_tell_prompts_of_embeddings() -> None:
+    pytest.importorskip("fastapi")
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    ends = {"eos_token_id": None, "pad_token_id": 0}
+    config = transformers.LlamaConfig(vocab_size=9, num_hidden_layers=1, **sizes, **ends)
+    lm = transformers.LlamaForCausalLM(config).eval()
+    handler: dict[str, Any] = {"lm": lm, "device": "cpu", "__name__": "answer"}
+    [page] = [block.text for block in blocks_of("serving") if '@app.post("/answer")' in block.text]
+    exec(page.replace("(64, 128)", "(64,)"), handler)
+    assert len(handler["answer"]([5, 6, 7])) == 100
+    prompt = torch.ones(1, 7, dtype=torch.long)
+    embeds = lm.get_input_embeddings()(prompt).detach()
+    for _ in range(4):
+        lm.generate(prompt, inputs_embeds=embeds, max_new_tokens=1)
+    metrics = handler["metrics"]().decode()
+    for label in ("0, 1 tokens, masked", ", 64 tokens, masked", ", 64 tokens", ", 7 tokens"):
+        assert f'{label}"' in metrics
+    assert 'own_code_calls{reason="the first calls of a kind"}' in metrics
+
+
 def test_a_web_server_batches_requests_and_answers_each_as_alone(server: ModuleType) -> None:
     from fastapi.testclient import TestClient
 
