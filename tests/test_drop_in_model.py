@@ -1277,6 +1277,7 @@ def test_transformers_generate_by_graphs(backend: GraphBackend) -> None:
         {"inputs": prompt},
         {"input_ids": prompt, "attention_mask": mask},
         {"inputs": prompt[:1]},
+        {"inputs_embeds": lm.get_input_embeddings()(prompt)},
         {"inputs": prompt, "do_sample": True, "num_return_sequences": 2},
         {"inputs": prompt, "num_beams": 2},
         {"inputs": prompt, "use_cache": False},
@@ -1297,6 +1298,7 @@ def test_transformers_generate_by_graphs(backend: GraphBackend) -> None:
             assert torch.equal(found, own)
     assert replays(g) > 50
     assert "captured again" not in g.explain()
+    assert "no input_ids" not in g.explain()
     for asked, told in (
         ({"max_new_tokens": 31}, "max_new_tokens is 31: 39 to cache"),
         ({"max_length": 40}, "max_length is 40: 39 to cache"),
@@ -1717,6 +1719,8 @@ def test_generate_with_other_caches_answers_threads_as_the_model_does(
         prompt = torch.randint(3, 200, (rows_, length), device=backend.device)
         calls.append({"inputs": prompt, **options})
     calls.append({**calls[0], "num_beams": 2})
+    embeds = lm.get_input_embeddings()(calls[0]["inputs"])
+    calls.append({"inputs_embeds": embeds.detach(), **options})
     if lm.config.is_encoder_decoder:
         mask = torch.ones_like(calls[0]["inputs"])
         mask[0, -4:] = 0
@@ -1734,6 +1738,7 @@ def test_generate_with_other_caches_answers_threads_as_the_model_does(
     assert g.graph_calls > 100
     shown = g.explain()
     assert "captured again" not in shown
+    assert "no input_ids" not in shown
     assert not [line for line in shown.splitlines() if line.startswith("none yet")]
     longer = {**options, "max_new_tokens": 26}
     begun = "answer begins with 1" if lm.config.is_encoder_decoder else "prompt has 9"

@@ -664,7 +664,8 @@ class _Generate:
         def run() -> Any:
             return type(model).generate(model, inputs, generation_config, *others, **given)
 
-        prompt: Any = given.get("input_ids") if inputs is None else inputs
+        ids = given.get("input_ids") if inputs is None else inputs
+        prompt = option("inputs_embeds", ids)
         reason = self._why_eager(prompt, option)
         if reason:
             caches = map(given.get, CACHE_ARGUMENTS)
@@ -683,10 +684,12 @@ class _Generate:
         encoded = 0
         if model.config.is_encoder_decoder:
             encoded = length
-            start = prompt.new_tensor(option("decoder_start_token_id", option("bos_token_id", -1)))
+            start = torch.tensor(
+                option("decoder_start_token_id", option("bos_token_id", -1)), device=prompt.device
+            )
             begin = option("decoder_input_ids", start.expand(len(prompt))[:, None])
             # BART would ask the device for the length of its own
-            given.setdefault("decoder_attention_mask", prompt.new_ones(begin.shape))
+            given.setdefault("decoder_attention_mask", begin.new_ones(begin.shape))
             # transformers may add the start token, to the mask, too
             length = begin.shape[1] + int((begin[:, 0] != start).all())
         refuse = self._refuses_length(length, option)
