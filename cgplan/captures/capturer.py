@@ -306,7 +306,7 @@ class Capturer:
             # other sizes and runs after first use write and read other tensors; `unsure`: a first
             # run's writes that no version shows
             may_differ = (
-                put_back.is_first_run or put_back.has_first_use or key in put_back.storages.unsure
+                put_back.is_first_run or put_back.perhaps_made or key in put_back.storages.unsure
             )
             if facts.outside or (can_watch and may_differ):
                 tensors = [*put_back.before.tensors, *graphs.views(key[1]).values()]

@@ -696,7 +696,7 @@ class Rehearsal:
         with span("look"):
             found = look_at(capture_visible_because=because)
             put_back = self.put_back
-            if put_back.before.is_compiled and put_back.has_first_use and found.error is None:
+            if put_back.before.is_compiled and put_back.perhaps_made and found.error is None:
                 found.reads |= look_at(capture_visible_because=because).reads
                 if graphs.judges_first_use:
                     graphs.addresses.first_use |= found.reads.keys() & put_back.last.keys()

@@ -26,7 +26,7 @@ Note [What is put back]
     Small tensors go back ahead of each run, too, as positions must not run past a cache.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, KeysView, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -213,8 +213,7 @@ class PutBack:
         """Ahead of a capture. Returns paths of tensors."""
         now = {}
         was = {}
-        bound = self._bound.keys() & self.last.keys()
-        for path in self.made if len(self._runs) > 1 else bound:  # as has_first_use
+        for path in self.perhaps_made & self.last.keys():
             change = self.last[path]
             now[path] = change.now
             was[path] = change.was
@@ -329,11 +328,11 @@ class PutBack:
         return found
 
     @property
-    def has_first_use(self) -> bool:
-        """Perhaps, after a single run."""
+    def perhaps_made(self) -> KeysView[str]:
+        """All that a single run changed, too."""
         if len(self._runs) < 2:
-            return bool(self._bound)
-        return bool(self.made)
+            return self._bound.keys()
+        return self.made.keys()
 
     @property
     def is_first_run(self) -> bool:
