@@ -55,6 +55,11 @@ FORKS = SERVE.replace(
 import multiprocessing
 fork = multiprocessing.get_context("fork")
 KEPT = []
+started = fork.Event()
+
+def sleep():
+    started.set()
+    time.sleep(60)
 
 def reload():
     one = Net().eval().requires_grad_(False)
@@ -67,9 +72,9 @@ if __name__ == "__main__":
     child = fork.Process(target=reload)
     child.start()
     child.join()
-    child = fork.Process(target=time.sleep, args=(60,))
+    child = fork.Process(target=sleep)
     child.start()
-    time.sleep(0.5)
+    started.wait()
     child.terminate()
     child.join()
 what = """,
