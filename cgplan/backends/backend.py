@@ -173,7 +173,7 @@ class GraphBackend(ABC):
         return self.pool_memory(*pools).nbytes
 
     def is_held(self, pool: Pool) -> bool:
-        """By tensors, after a capture into it."""
+        """By tensors, after a capture into it that did not fail."""
         return self.pool_memory(pool).held > 0
 
     @abstractmethod

@@ -5,7 +5,7 @@ Note [Giving a key up]
     is captured next:
 
     start-up, refused ahead     none: a smaller key takes as much of the driver's memory
-    start-up, none captured     the next key, which is smaller
+    start-up, none captured     the next key
     start-up, others captured   those again: on other ranks the pool may have grown, and their
                                 collectives count from the first one; keys that wait get no graph
     service, an own pool grew   those again, then keys that wait
@@ -96,8 +96,6 @@ class CapturedKeys:
         self.guard = BudgetGuard(graphs, self._records, self.before)
         self._capturer = Capturer(graphs)
         self._environment = graphs.backend.environment(self.asked.config_hash)
-        in_plan = set(self.wanted.keys)
-        self._left_out = [key for key in self.asked.keys if key not in in_plan]
         self._survivable: tuple[type[CgplanError], ...] = ()
         if self.guard.active:
             # another rank ran out of memory, and this one waited for its sum
@@ -330,6 +328,9 @@ class CapturedKeys:
         if graphs.on_demand:
             waiting = sum(key not in self.failed for key in missing)
             missing = []
+        missing = [key for key in missing if self.reason_against(key) is MissReason.OVER_BUDGET]
+        in_plan = set(self.wanted.keys)
+        left_out = [key for key in self.asked.keys if key not in in_plan]
         warnings = list(plan.warnings)
         empty = [str(record.descriptor) for record in records if record.nodes == 0]
         if empty:
@@ -341,10 +342,10 @@ class CapturedKeys:
         if isinstance(graphs.model, torch.nn.Module) and graphs.model.training:
             warnings.append("the model is in training mode: call .eval() before the capture")
         warnings += [*graphs.route.warnings(), *graphs.facts.notes]
-        lost = len(self._left_out) + len(missing)
+        lost = len(left_out) + len(missing)
         if lost:
-            left_out = f"the budget leaves {counted(lost, 'key')} without a graph"
-            warnings.append(left_out if records else NO_GRAPH)
+            lack = f"the budget leaves {counted(lost, 'key')} without a graph"
+            warnings.append(lack if records else NO_GRAPH)
         driver = self._loaded_bytes
         if driver is not None:
             driver += guard.graph_driver_bytes
@@ -378,7 +379,7 @@ class CapturedKeys:
                 **guard.limits,
                 used_bytes=used,
                 used_seconds=guard.spent_seconds,
-                left_out=tuple(self._left_out),
+                left_out=tuple(left_out),
                 stops=tuple(guard.stops),
                 skipped=tuple(missing),
             )
@@ -502,7 +503,8 @@ class BudgetGuard:
         remaining: int,
     ) -> bool:
         """Without predictions, the largest keys are given up until the driver's memory for the
-        ``remaining`` ones is within the limits; 0 in service, where it would stay ``failed``.
+        ``remaining`` ones is within the limits; 0 in service, where a key given up stays
+        ``failed``.
         """
         return not self._graphs.ranks.any_refuses(self.active and self._overshoots(key, remaining))
 

@@ -229,7 +229,7 @@ class Capturer:
         if not needs_warm_up:
             return Next.TRY_AGAIN
         rehearsal.refuse_changed(str(attempt))
-        any_held = graphs.pools.memory().held > 0  # is_held is wrong after a capture that failed
+        any_held = graphs.pools.memory().held > 0
         self._may_be_uncomputed |= any_held
         is_explained = looks_again or attempt.has_compiled
         concerns_others = any_held or not is_explained
@@ -284,7 +284,7 @@ class Capturer:
             return
         held = graphs.backend.memory().held
         try:
-            rehearsal.look(smallest)  # `wake` under `lazy`; else this sets its context
+            rehearsal.look(smallest)  # looks in `wake` under `lazy` alone; sets its context
             self._run(rehearsal, smallest, 1)
             has_left = bool(rehearsal.left) or graphs.backend.memory().held != held
         except Exception as error:  # its own capture raises it again

@@ -483,7 +483,7 @@ class ModelGraphs:
         """The state that comparisons compare, and that which they only put back."""
         facts = self.facts
         limit = copy_limit(self.config.compilation, self.backend)
-        most_overwritten = limit if self.real_rows else 0  # padding shows in it
+        most_overwritten = limit if self.real_rows else 0  # else padding shows in it
         left = limit // 2  # a comparison copies it twice
         all_written = put_back.storages.written.values()
         for written in sorted(all_written, key=lambda each: each.storage.nbytes()):

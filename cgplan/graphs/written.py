@@ -250,7 +250,7 @@ class WrittenStorages:
         adopts: bool = True,
     ) -> None:
         """Ahead of an operator that writes them. ``adopts``: also what the model may hold at the
-        run's end; a later run's new tensors are no first use.
+        run's end; a later run's new tensors would seem first use.
         """
         for tensor in written:
             try:

@@ -857,6 +857,9 @@ def test_what_failed_is_left_out_of_later_plans(backend: GraphBackend) -> None:
     first = runner.replan(times=TIMES)
     assert [key.descriptor.num_tokens for key in first.failed] == [300]
     assert first.difference.failed == (), "it was not known before"
+    report = runner.report
+    assert report.budget.skipped == (), "no budget left it out"
+    assert not any("the budget leaves" in warning for warning in report.warnings)
     assert len(sizes_of(runner)) == 1
     traffic()
     x = rows(backend, 300)
@@ -1124,3 +1127,18 @@ def test_every_answer_equals_eager_whatever_was_done(
     gc.collect()
     if backend.device.type == "cpu":
         assert backend.memory().reserved == 0
+
+
+def test_sizes_that_the_budget_left_out_are_those_of_the_plan_in_service(
+    backend: GraphBackend,
+) -> None:
+    runner = open_runner(backend, "adaptive", sizes=(4, 16), budget={"max_graphs": 1})
+    runner(x=rows(backend, 3))
+    assert [key.num_tokens for _, key in runner.report.budget.left_out] == [4]
+    for _ in range(9):
+        runner(x=rows(backend, 13))
+    runner.replan(times=TIMES)
+    assert sizes_of(runner) == [13]
+    assert runner.report.budget.left_out == ()
+    assert not any("the budget leaves" in warning for warning in runner.report.warnings)
+    runner.close()
