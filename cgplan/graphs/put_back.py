@@ -20,13 +20,14 @@ Note [What is put back]
       then by no more         tensors are refused
     by a failed run           Python back at its end, tensors as above
 
-    A tensor goes back with Python that may count its writes or, if no graph reads it, flag them.
+    A tensor goes back with Python that may count its writes or, if no graph stays, flag them. Else
+    what each run changes, and may be a flag, stays as the first run left it, with the tensor.
     Where `Calls.warm_up` finds an eager kind, first use stays bound, but flags and containers go
     back. Where its runs led on through states of an argument, none stays.
     Small tensors go back ahead of each run, too, as positions must not run past a cache.
 """
 
-from collections.abc import Iterator, KeysView, Mapping
+from collections.abc import Iterator, KeysView, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -71,19 +72,12 @@ class _Bound:
     uses: Uses = field(default_factory=Uses)
     began_with: set[int] = field(default_factory=set)
 
-    def goes_with(
+    def may_flag(
         self,
-        of_tensor: Mapping[int, object],
-        *,
-        is_read: bool,
+        of_tensor: Set[int],
     ) -> bool:
-        """Whether a tensor that these runs wrote goes back with the change."""
-        runs = self.uses.runs.keys()
-        if runs.isdisjoint(of_tensor):
-            return False
-        may_count = not self.began_with.isdisjoint(of_tensor)
-        may_flag = runs - self.began_with <= of_tensor.keys()
-        return may_count or (may_flag and not is_read)
+        """Whether each run that made the change anew wrote the tensor, too."""
+        return self.uses.runs.keys() - self.began_with <= of_tensor
 
 
 class PutBack:
@@ -125,6 +119,7 @@ class PutBack:
         self.values_read: dict[object, str] = {}
         self.keeps_first_use = True
         self.keeps_containers = True
+        self._flags = set[str]()  # paths: of tensors that stay
         self._growing = set[int]()  # ids of dicts that later runs add to: no first use
 
     # --- what runs change -------------------------------------------------------------------------
@@ -436,24 +431,17 @@ class PutBack:
         self.last = self.before.changes()  # by runs of a bench, too
         made = self.made
         of_made = set[int]()  # runs
-        undone = list[_Bound]()
+        undone = dict[str, _Bound]()
         for path, known in self._bound.items():
-            if path in made or not self.may_undo(path):
-                if known.uses.is_first_use:
-                    of_made.update(known.uses.runs)
-            else:
-                undone.append(known)
+            if path not in made and self.may_undo(path):
+                undone[path] = known
+            elif known.uses.is_first_use:
+                of_made.update(known.uses.runs)
         steady = set(filter(self.is_steady, self._bound))  # there each run binds another tensor
         self.outcome.clear()  # rewinds noted some
         filled = set[int]()  # on first use
         for written in self.storages.written.values():
-            uses = written.uses
-            if of_made.issuperset(uses.runs):
-                stays = uses.is_first_use
-            else:  # its flags were not seen
-                stays = uses.stopped
-                for known in undone:
-                    stays &= not known.goes_with(uses.runs, is_read=self.keeps_first_use)
+            stays = self._stays(written.uses, of_made, undone)
             stays &= not is_within(written.path, steady)
             if stays:
                 written.give_back()
@@ -466,6 +454,32 @@ class PutBack:
             )
         self._writes_of_engine.put_back(filled)
         self._undo(made)
+
+    def _stays(
+        self,
+        uses: Uses,
+        of_made: Set[int],
+        undone: Mapping[str, _Bound],
+    ) -> bool:
+        """Whether a tensor is of first use. Then changes that may be its flag are, too."""
+        runs = uses.runs.keys()
+        is_of_made = of_made.issuperset(runs)
+        stays = uses.is_first_use if is_of_made else uses.stopped
+        flags = set[str]()
+        for path, known in undone.items():
+            is_lasting = known.uses.is_first_use
+            if is_of_made:  # by what each run changes no longer
+                if is_lasting and known.may_flag(runs):
+                    flags.add(path)
+            elif not known.began_with.isdisjoint(runs):  # it may count its writes
+                stays &= known.uses.runs.keys().isdisjoint(runs)
+            elif known.may_flag(runs):
+                flags.add(path)
+                stays &= self.keeps_first_use
+                stays &= self.keeps_containers or not is_lasting
+        if stays and self.keeps_first_use:
+            self._flags |= flags
+        return stays
 
     def _undo(
         self,
@@ -482,7 +496,8 @@ class PutBack:
             elif self.may_undo(path):
                 value = change.was
                 is_new = change.is_new and self.before.is_attribute(change)
-                if made and is_new and known:  # first use may have made it
+                # first use may have made it, or it says what that filled
+                if known and (path in self._flags or (made and is_new)):
                     value = known.first  # ABSENT, if a capture left it
                 change.bind(value)
         if self.last:
@@ -490,7 +505,10 @@ class PutBack:
 
 
 def _runs_of(made: Mapping[str, Uses]) -> set[int]:
-    return set[int]().union(*(uses.runs for uses in made.values()))
+    found = set[int]()
+    for uses in made.values():
+        found.update(uses.runs)
+    return found
 
 
 def _differing(
