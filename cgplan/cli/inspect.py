@@ -156,10 +156,9 @@ def check_vllm(
         own = plan.emission
         emission = own if own and own.engine == "vLLM" else emit(plan, "vllm")
         typer.echo("\n".join((*emission.notes, emission.block)))
-        remedy = (
-            "Start vLLM with the options of the plan, the last lines above; if vLLM lowered the "
-            f"mode, plan again with --costs {file}."
-        )
+        remedy = f"vLLM lowered the mode: plan again with --costs {file}."
+        if log and log.support is None:
+            remedy = "Start vLLM with the options of the plan, the last lines above."
         if predicted and predicted.source.endswith(f", {file}"):
             remedy = (
                 f"The costs of the plan are of {file}: with it give the last lines above in place "

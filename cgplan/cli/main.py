@@ -49,7 +49,7 @@ PLAIN: dict[str, Any] = {  # the same help on every terminal
 }
 _HINTS = {  # by what is said; the first counts
     "option: --speculative-config": "Of vLLM: give --speculative-method, --num-speculative-tokens",
-    ": --max-cudagraph-c": """Of vLLM: write --vllm '{"max_cudagraph_capture_size": 512}'""",
+    ": --max-cudagraph-c": """Of vLLM: write --vllm '{"max_cudagraph_capture_size": N}'""",
     ": --.*cudagraph-c": """Of vLLM: write --vllm '{"cudagraph_capture_sizes": [1, 2, 4]}'""",
     "option: (-d|--data-parallel-size)$": "Leave it out: the answer is for one rank",
     "^-O|: (-O|--optim)": (
@@ -119,7 +119,7 @@ class _Commands(TyperGroup):
                 hint = (
                     "Of `cgplan plan`: a saved plan holds its settings, SLO and budget; `plan "
                     "check --traffic FILE` takes saved metrics; `vllm check` has only options of "
-                    "vLLM, and the attention of --log"
+                    "vLLM, and the attention of --log; `inspect` shows all of a saved plan"
                 )
             elif near and option != "--model":
                 hint = ""

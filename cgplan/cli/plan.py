@@ -604,11 +604,12 @@ def _times_of(
     starts = list(filter(None, (log, priced.log)))
     doubts += {start.lowering for start in starts if start.support is not None}
     ranks = max([start.ranks for start in starts], default=1)
-    if ranks > 1 and not (in_step and replicas == ranks):
+    of_ranks = f"the log is of {ranks} data-parallel ranks: "
+    if ranks > 1 and replicas != ranks:
+        doubts.append(f"{of_ranks}for requests of all give --data-parallel-size {ranks}")
+    if ranks > 1 and not in_step:
         doubts.append(
-            f"the log is of {ranks} data-parallel ranks: for requests of all give "
-            f"--data-parallel-size {ranks}; for a mixture of experts also --set "
-            "distributed.data_parallel_sync=true"
+            f"{of_ranks}for a mixture of experts give --set distributed.data_parallel_sync=true"
         )
     return times.changed(unsure=(*doubts, *times.unsure)), log
 

@@ -35,7 +35,6 @@ def lint(plan: Plan, run: Run) -> tuple[str, ...]:
     mode are missing.
     """
     return (
-        *eager_drafts(plan),
         *_traffic_cliffs(plan, run),
         *_scheduler_cliffs(plan, run),
         *_beyond_the_scheduler(plan, run),

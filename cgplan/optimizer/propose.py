@@ -483,11 +483,18 @@ class PlannedGraphs:
         config = inputs.config
         notes = plan.notes
         built = build_plan(with_sizes(config, plan.capture_sizes))
-        if inputs.one_list and any(eager_drafts(built)):
+        eager = tuple(eager_drafts(built))
+        if inputs.one_list and eager:
             most = plan.max_num_seqs
             larger = build_plan(with_sizes(config, (*plan.capture_sizes, most)))
-            if not self._broken(larger.keys + larger.draft_keys):
+            if self._broken(larger.keys):
+                eager = (f"{eager[0]}, for which the limits have no room",)
+                if inputs.costs:
+                    most_bytes = inputs.costs.of(larger.keys).total_bytes
+                    eager = (f"{eager[0]}: with it graphs take {most_bytes / 2**20:.1f} MiB",)
+            else:
                 built = larger
+                eager = ()
                 notes += (f"size {most} was added for the draft model's decode, which steps lack",)
         keys = built.keys if inputs.one_list else plan.keys
         planned = planned.with_plan(
@@ -497,6 +504,7 @@ class PlannedGraphs:
             draft_decode_keys=built.draft_decode_keys,
             predicted=inputs.costs and inputs.costs.of(keys),
             notes=notes,
+            lint=eager,
         )
         return replace(planned, run=self._run_of(planned.plan.lanes()))
 
@@ -809,8 +817,8 @@ class PlannedGraphs:
             )
         if ladder.no_gain and change <= ALIKE:
             return (
-                f"no gain in step time: {theirs} it is within 1% of the bound; as good with "
-                f"{graphs}"
+                f"no gain in step time: {theirs} it is within 1% of the bound; as good in the "
+                f"mean step with {graphs}"
             )
         if change < -NO_GAIN:
             return f"steps that graphs run are {-change:.1%} shorter than {theirs}, with {graphs}"

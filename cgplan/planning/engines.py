@@ -206,8 +206,8 @@ def read_vllm(
             option = "--blackwell" if blackwell else "--performance-mode"
             found.append(Override(f"compilation.cudagraph_capture_sizes={named}", option))
             loaded = loaded_config({"compilation": asked}, OPTION, (*found, *overrides), places)
-    twice = ", and --performance-mode throughput doubles it"
-    doubled = twice if performance_mode == "throughput" else ""
+    is_doubled = performance_mode == "throughput"
+    doubled = ", and --performance-mode throughput doubles it" * is_doubled
     logged = "; its log has `Chunked prefill is enabled with max_num_batched_tokens=`"
     for name, where in {"max_num_seqs": "", "max_num_batched_tokens": logged}.items():
         if options[f"scheduler.{name}"] is None:
@@ -286,7 +286,7 @@ def eager_drafts(plan: Plan) -> Iterator[str]:
     in_graphs = plan.draft_keys and plan.mode.decode_mode() is CUDAGraphMode.FULL
     if in_graphs and plan.query_len > 2 and largest < most:
         rest = from_to(largest + 1, most)
-        yield f"draft model, decode: {rest} requests run eagerly: add size {most}"
+        yield f"draft model, decode: {rest} requests run eagerly without size {most}"
 
 
 def _modes_of(plan: Plan, each: int, most: int, *, uniform: bool) -> str:
@@ -453,7 +453,8 @@ def _vllm(plan: Plan, given: EngineOptions) -> Emission:
         config["cudagraph_capture_sizes"] = sizes
         config["max_cudagraph_capture_size"] = sizes[-1]
     step = gcd(*sizes)
-    if _has_sequence_parallelism(kept) and step % 8:
+    may_drop = _has_sequence_parallelism(kept) and step % 8 > 0
+    if may_drop:
         rounded = _rounded_up(sizes, 8)
         again = {**kept, "cudagraph_mode": mode.name, "cudagraph_capture_sizes": rounded}
         notes.append(
@@ -499,6 +500,7 @@ def _vllm(plan: Plan, given: EngineOptions) -> Emission:
         environment=("VLLM_USE_V2_MODEL_RUNNER=0",) if is_v1 else (),
         notes=tuple(notes),
         command=_command(plan, asked, bounds + given.ladder) + given.again,
+        is_to_paste=not may_drop,
     )
 
 

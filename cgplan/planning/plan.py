@@ -183,6 +183,7 @@ class Emission(Record):
         options: Of its command line, or YAML; ``--emit`` prints them.
         notes: How the engine's graphs differ from the plan.
         command: Plans again for vLLM.
+        is_to_paste: False: the engine may drop sizes of it.
     """
 
     engine: str
@@ -192,6 +193,7 @@ class Emission(Record):
     environment: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     command: str = ""
+    is_to_paste: bool = True
 
     @property
     def title(self) -> str:
@@ -273,8 +275,8 @@ class Plan(Record):
         evidence: Why the planner chose these keys; None where a list or ladder did.
         budget: Limits of the configuration, in JSON.
         simulated: The settings of ``SIMULATED`` that are not defaults, in JSON.
-        notes, lint: Of a plan that was not made for traffic; other plans have them in the evidence.
-            Once it is captured: how its budget differs from the one that bounds the capture.
+        notes, lint: Beside those of the evidence, if the plan was made for traffic. Once it is
+            captured: how its budget differs from the one that bounds the capture.
         file: The file that a saved plan was read from.
     """
 

@@ -29,6 +29,7 @@ MOST_UNLIKE = 0.05  # steps of ranks that run together
 _START = "Initializing a V1 LLM engine"
 _VERSION = re.compile(rf"(?:{_START} \(v|API server version )([\w.+-]+)")
 _FINISHED = re.compile(r"Graph capturing finished in (\d+) secs, took (-?[\d.]+) GiB")
+_ANOTHER = re.compile(f"{_FINISHED.pattern}|enforce_eager=True")
 _ESTIMATED = re.compile(
     r"CUDA graph pool memory: -?[\d.]+ GiB \(actual\), ([\d.]+) GiB \(estimated\)"
 )
@@ -120,10 +121,11 @@ class StartLog:
             return None
         last = starts[-1]
         text = _START + parts[last]
-        server = parts[max(last - 1, 0)]  # before its engine
+        # ranks have an engine each, all before the captures
+        server = _ANOTHER.split("".join(parts[:last]))[-1]
         seconds, taken = zip(*_FINISHED.findall(text), strict=True)
         captures = _CAPTURES.search(text)
-        support, mode = [(None, captures and captures[2]), *_LOWERED.findall(text)][-1]
+        support, mode = [(None, captures and captures[2]), *_LOWERED.findall(server + text)][-1]
         sizes = sorted(json.loads(captures[3])) if captures else []
         graphs = {}
         for name, bar in _BAR.findall(text):
@@ -203,8 +205,6 @@ class StartLog:
                 "the log does not name its capture sizes, which may be others than these, nor what "
                 "was kept free for graphs, which the KV cache may have: give it from its first line"
             )
-        elif plan.max_capture_size > 2 * self.sizes[-1]:
-            yield f"sizes of the log end at {self.sizes[-1]}: memory of far larger ones is a guess"
         if self.sizes and not self.graphs:
             yield (
                 "the log has neither progress bars nor `Profiling CUDA graph memory`: the number "
@@ -263,7 +263,7 @@ class StartLog:
         for mode, count in own.items():
             other = "" if count == of_plan[mode] else f", not {of_plan[mode]}"
             counts.append(f"{count} {mode}{other}")
-        graphs = counted(own.total() or started.num_graphs, "graph")
+        graphs = counted(own.total(), "graph") if own else "other graphs"
         drafts = f" and {len(plan.draft_keys)} of the draft model" if plan.draft_keys else ""
         asked = f"{counted(len(plan.keys), 'graph')}{drafts}"
         others = "" if asked == graphs else f", not with {asked}"
@@ -319,8 +319,8 @@ class StartLog:
         """Raises BudgetError if nothing is left."""
         if not self.advice:
             yield (
-                "the log has no line `Free memory on device`, as with --kv-cache-memory-bytes: "
-                "what is left for the KV cache was not computed"
+                "the log has no line `Free memory on device`, as with --kv-cache-memory-bytes, or "
+                "it was cut: what is left for the KV cache was not computed"
             )
             return
         others = [*self.other_memory(plan)]
@@ -332,6 +332,12 @@ class StartLog:
             yield (
                 f"no --kv-cache-memory-bytes: the log has {listed(others)}; give "
                 f"{drafts if self.drafts else 'no drafts'} and {loras}, or another log"
+            )
+            return
+        if not self.max_num_batched_tokens:
+            yield (
+                "no --kv-cache-memory-bytes: the log does not tell its --max-num-batched-tokens, "
+                "with which activations grow: give it from its first line"
             )
             return
         _, total, share, fits, _, used = self.advice
@@ -354,11 +360,11 @@ class StartLog:
         if total * share == today and self.sizes:
             change = "less" if left < used else "more"
             size += f", {abs(left - used):.2f} GiB {change} than today"
-        bound = f" {self.max_num_batched_tokens}" if self.max_num_batched_tokens else ""
         yield (
             f"--kv-cache-memory-bytes {left * GIB:.0f} ({size}): {total:g} GiB of the GPU x "
             f"--gpu-memory-utilization {share:g}, less {rest:.2f} GiB for all else, at the log's "
-            f"--max-num-batched-tokens{bound}, of it {format_bytes(graph_bytes)} for graphs"
+            f"--max-num-batched-tokens {self.max_num_batched_tokens}, of it "
+            f"{format_bytes(graph_bytes)} for graphs"
         )
 
 

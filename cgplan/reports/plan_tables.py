@@ -118,6 +118,8 @@ def _to_paste(plan: Plan) -> RenderableType | None:
     if not emission or (plan.evidence or {}).get("keep"):
         return None
     notes = Facts(emission.title, labelled("note", emission.notes))
+    if not emission.is_to_paste:
+        return notes
     return Group(notes, verbatim(emission.block))
 
 

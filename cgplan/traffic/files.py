@@ -757,18 +757,27 @@ def log_traffic(text: str, path: Path, plan: Plan) -> Traffic:
 
     A row does not say whether its batch was uniform decode. If the server's mode keeps FULL graphs
     for uniform decode, batches that ran FULL were, and others up to the largest capture size were
-    not. Else a batch is taken to be uniform if it could.
+    not. Else a batch is taken to be uniform if it could. Graphs of both kinds tell the mode, too.
     """
+    rows = list(VLLM_LOG.read(_log_rows(text, path)))
+    unnamed = {row.ran_as for _, row in rows if not row.mode}
+    has_both = unnamed >= {CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE}
+    warnings = []
+    if unnamed and not has_both:
+        warnings.append(
+            f"{path.name} has tables without the lines `- Mode:` and `- Capture sizes:` above "
+            "them, so decode was guessed: give the log with these lines"
+        )
     steps = []
     told = odd = 0
-    for where, row in VLLM_LOG.read(_log_rows(text, path)):
+    for where, row in rows:
         uniform = None
-        mode = CUDAGraphMode.__members__.get(row.mode or "")
+        mode = CUDAGraphMode.__members__.get(row.mode or "FULL_AND_PIECEWISE" * has_both)
         if mode is not None and mode.separate_routine():
             if row.ran_as is CUDAGraphMode.FULL:
                 uniform = row.num_tokens % plan.query_len == 0
                 odd += 0 if uniform else row.count
-            elif row.num_tokens <= row.largest:
+            elif row.num_tokens <= row.largest or row.ran_as is CUDAGraphMode.PIECEWISE:
                 uniform = False
         if uniform is not None:
             told += row.count
@@ -787,7 +796,7 @@ def log_traffic(text: str, path: Path, plan: Plan) -> Traffic:
             "speculative.num_speculative_tokens that of the server?"
         )
     counts, guesses = _counted(steps, plan)
-    return Traffic.of(counts, f"{path.name}: vLLM log", [*notes, *guesses])
+    return Traffic.of(counts, f"{path.name}: vLLM log", [*notes, *guesses], warnings)
 
 
 def _metrics(text: str, path: Path, plan: Plan) -> Traffic:

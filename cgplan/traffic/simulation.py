@@ -215,8 +215,8 @@ def simulate(
     passed = sum(rank.passed for rank in engine.ranks) / len(trace.requests)
     if passed > MANY:
         warnings.append(
-            f"{passed:.0%} of the requests wait, as max_loras = {bounds.max_loras} other adapters "
-            "run: a larger one shortens TTFT"
+            f"{trace.source}: {passed:.0%} of the requests wait, as max_loras = {bounds.max_loras} "
+            "other adapters run: a larger one shortens TTFT"
         )
     if bounds.ranks > 1:
         notes.append(

@@ -915,7 +915,9 @@ def test_a_plan_takes_no_more_memory_than_the_graphs_asked_for_unless_asked() ->
     assert said not in decisions(none)
 
 
-def test_a_plan_keeps_the_size_of_the_draft_models_decode_where_the_budget_has_room() -> None:
+def test_a_plan_keeps_the_size_of_the_draft_models_decode_where_the_budget_has_room(
+    home: Path,
+) -> None:
     """The largest decode of the draft model has a token of each of 50 requests."""
     drafted = ("--num-speculative-tokens", "3", "--speculative-method", "eagle")
     command = (*GIVEN[:3], "--max-num-seqs", "50", *GIVEN[5:], *drafted)
@@ -925,20 +927,28 @@ def test_a_plan_keeps_the_size_of_the_draft_models_decode_where_the_budget_has_r
     assert added in plan.notes
     assert 50 in plan.capture_sizes
     assert max(key.num_tokens for _, key in plan.draft_decode_keys) == 50
-    assert alone not in " ".join(plan.evidence["warnings"])  # type: ignore[index]
+    assert not plan.lint
     ran = {use["size"] for use in plan.evidence["uses"]}  # type: ignore[index]
     assert ran <= {None, *(key.num_tokens for _, key in plan.keys)}
     few = plan_of(*command, "--max-graphs", str(plan.num_graphs - 1))
     assert few.num_graphs < plan.num_graphs
     assert added not in few.notes
-    assert alone in " ".join(few.evidence["warnings"])  # type: ignore[index]
+    assert alone in few.lint[0]
     priced = (*command, "--costs", str(START), "--memory")
     free = plan_of(*priced, "none").predicted
     assert free
     memory = free.total_bytes // (1 << 20)
-    bounded = plan_of(*priced, f"{memory}MiB").predicted
-    assert bounded
-    assert bounded.total_bytes <= memory << 20
+    fits = plan_of(*priced, f"{memory + 1}MiB")  # the log's graphs have their share of the draft's
+    assert added in fits.notes
+    good(*priced, f"{memory}MiB", "--output", "bounded.json")
+    bounded = load_plan(home / "bounded.json")
+    assert bounded.predicted
+    assert bounded.predicted.total_bytes <= memory << 20
+    (told,) = bounded.lint
+    room = r"run eagerly without size 50, for which the limits have no room: with it graphs take"
+    assert re.search(rf"{room} {memory}\.[1-9] MiB", told)
+    checked = cgplan_command("vllm", "check", "--plan", "bounded.json", "--log", str(START))
+    assert alone in checked.stdout
 
 
 def test_a_change_of_mode_says_by_how_many_graphs(home: Path) -> None:

@@ -871,6 +871,7 @@ def test_everything_is_said_once(home: Path, traffic: bool) -> None:
 
 
 START = Path(__file__).parents[1] / "data" / "vllm_start.log"
+BOUND = "Chunked prefill is enabled with max_num_batched_tokens={}\n"
 
 
 def test_plan_for_vllm_without_a_configuration(home: Path) -> None:
@@ -914,6 +915,8 @@ def test_plan_for_vllm_without_a_configuration(home: Path) -> None:
 
 
 def test_vllm_check(home: Path) -> None:
+    log = home / "start.log"
+    log.write_text(BOUND.format(8192) + START.read_text())
     bounds = (
         "--max-num-seqs",
         "6",
@@ -943,7 +946,7 @@ def test_vllm_check(home: Path) -> None:
     drafted = (*bounds, "--speculative-method", "mtp")
     same = (*drafted[:-1], "deepseek_mtp", "--compilation-config", "{}")
     assert good("vllm", "check", *same).stdout == good("vllm", "check", *drafted).stdout
-    shown = unwrapped(good("vllm", "check", *drafted, "--log", str(START)).stdout)
+    shown = unwrapped(good("vllm", "check", *drafted, "--log", str(log)).stdout)
     assert "vLLM captures 49 graphs (26 of them of the draft model) in mode" in shown
     assert re.search(r"start with 9 graphs \(.*\), not with 23 graphs and 26 of the draft", shown)
     assert "by the log the graphs took 512 MiB and 3 s" in shown
@@ -952,15 +955,15 @@ def test_vllm_check(home: Path) -> None:
         shown,
     )
     assert re.search(r"\(\d+\.\d\d GiB on each GPU, \d\.\d\d GiB less than today\): ", shown)
-    assert unwrapped(good("vllm", "check", *drafted, "--costs", str(START)).stdout) == shown
+    assert unwrapped(good("vllm", "check", *drafted, "--costs", str(log)).stdout) == shown
     as_logged = ("--max-num-batched-tokens", "8,192")
     assert good("vllm", "check", *as_logged).stdout == good("vllm", "check").stdout
     for memory in ("80", "80GiB"):
-        same_gpu = good("vllm", "check", *drafted, "--log", str(START), "--gpu-memory", memory)
+        same_gpu = good("vllm", "check", *drafted, "--log", str(log), "--gpu-memory", memory)
         assert unwrapped(same_gpu.stdout) == shown
-    less = good("vllm", "check", *drafted, "--log", str(START), "--gpu-memory-utilization", "0.5")
+    less = good("vllm", "check", *drafted, "--log", str(log), "--gpu-memory-utilization", "0.5")
     assert "80 GiB of the GPU x --gpu-memory-utilization 0.5, less " in unwrapped(less.stdout)
-    none = cgplan_command("vllm", "check", *drafted, "--log", str(START), "--gpu-memory", "2")
+    none = cgplan_command("vllm", "check", *drafted, "--log", str(log), "--gpu-memory", "2")
     assert none.exit_code == errors.BudgetError.exit_code
     assert "no KV cache fits: " in unwrapped(none.stderr)
     assert "predicted: " in none.stdout
@@ -974,6 +977,8 @@ def test_vllm_check(home: Path) -> None:
 
 def test_a_start_is_checked_against_the_plan(home: Path) -> None:
     """By its graphs, with what was predicted of them; 9 are those of the log."""
+    log = home / "start.log"
+    log.write_text(BOUND.format(8192) + START.read_text())
     for name, sizes in (
         ("same.json", "[1, 2, 4, 8, 16]"),
         ("fewer.json", "[1, 8]"),
@@ -986,8 +991,8 @@ def test_a_start_is_checked_against_the_plan(home: Path) -> None:
             "--max-num-seqs",
             "8",
         )
-        good(*command, "--costs", str(START), "--output", name)
-    checked = ("vllm", "check", "--log", str(START), "--plan")
+        good(*command, "--costs", str(log), "--output", name)
+    checked = ("vllm", "check", "--log", str(log), "--plan")
     shown = unwrapped(good(*checked, "same.json").stdout)
     assert shown.startswith("The plan has 9 graphs")
     assert "predicted: 512 MiB and 3 s, by the log of vLLM" in shown
@@ -1013,9 +1018,8 @@ def test_a_start_is_checked_against_the_plan(home: Path) -> None:
     assert "Plan again with --costs heavy.log" in told
     Path("heavy.log").write_text(START.read_text().replace("took 0.50 GiB", "took 0.85 GiB"))
     assert "were predicted" not in good(*heavy).stdout
-    bound = "Chunked prefill is enabled with max_num_batched_tokens={}\n"
     for tokens, warned in ((2048, True), (8192, False)):
-        text = bound.format(tokens) + START.read_text().replace("finished in 3", "finished in 6")
+        text = BOUND.format(tokens) + START.read_text().replace("finished in 3", "finished in 6")
         Path("slow.log").write_text(text)
         slow = good(*heavy[:3], "slow.log", *heavy[4:])
         assert "warning: the captures took 6 s, 3 s were predicted\n" in slow.stdout
@@ -1035,7 +1039,9 @@ def test_a_start_is_checked_against_the_plan(home: Path) -> None:
         "not with 4 graphs"
     )
     assert said in unwrapped(result.stderr)
-    of_costs = f"The costs of the plan are of {START}: with it give the last lines above in place of --plan"
+    of_costs = (
+        f"The costs of the plan are of {log}: with it give the last lines above in place of --plan"
+    )
     assert of_costs in unwrapped(result.stderr)
     unlike = cgplan_command(*heavy[:3], "slow.log", "--plan", "fewer.json")
     assert "were predicted" not in unlike.stdout, "the graphs are others"
@@ -1099,9 +1105,12 @@ def test_a_start_whose_mode_was_lowered_is_planned_as_it_ran(home: Path) -> None
         assert any(told in text for text in plan_of(*command, *given).notes) is noted
     assert "as asked for: 5 graphs (5 PIECEWISE)\n" in shown
     good("plan", "--vllm", "{}", *options, "--output", "before.json")
-    before = cgplan_command("vllm", "check", "--plan", "before.json", "--log", "low.log")
-    assert before.exit_code == errors.PlanMismatchError.exit_code
-    assert "if vLLM lowered the mode, plan again with --costs low.log" in unwrapped(before.stderr)
+    Path("lower.log").write_text(f"{change}\n{first}\n{lowered}")
+    for log in ("low.log", "lower.log"):
+        before = cgplan_command("vllm", "check", "--plan", "before.json", "--log", log)
+        assert before.exit_code == errors.PlanMismatchError.exit_code
+        remedy = f"remedy: vLLM lowered the mode: plan again with --costs {log}"
+        assert remedy in unwrapped(before.stderr)
     good(*command, "--step-times", "low.log", "--costs", "low.log", "--output", "after.json")
     after = cgplan_command("vllm", "check", "--plan", "after.json", "--log", "low.log")
     assert "mode FULL" not in after.output
@@ -1188,6 +1197,15 @@ def test_plan_diff_lists_no_model_that_an_engine_has_by_itself(home: Path) -> No
     assert "model." not in good("plan", "diff", "own.json", "vllm.json").stdout
 
 
+def test_sizes_that_sequence_parallelism_may_drop_are_not_to_be_pasted() -> None:
+    bounds = ("--max-num-seqs", "8", "--max-num-batched-tokens", "64")
+    for sizes, is_to_paste in (([1, 2, 4], False), ([8, 16], True)):
+        given = {"pass_config": {"enable_sp": True}, "cudagraph_capture_sizes": sizes}
+        shown = good("plan", "--vllm", json.dumps(given), *bounds).stdout
+        assert ("\n--compilation-config" in shown) is is_to_paste
+        assert ("For multiples of 8" in unwrapped(shown)) is not is_to_paste
+
+
 def test_a_log_of_ranks_asks_for_their_options(home: Path) -> None:
     use_traffic(home)
     log = START.read_text().replace("model='m',", "model='m', data_parallel_size=4,")
@@ -1199,11 +1217,15 @@ def test_a_log_of_ranks_asks_for_their_options(home: Path) -> None:
     requests = "TIMESTAMP,ContextTokens,GeneratedTokens\n0,5,3\n1,9,4\n"
     (home / "requests.csv").write_text(requests)
     files = ("--traffic", "requests.csv", "--step-times", "ranks.log")
-    told = "warning the log is of 4 data-parallel ranks: for requests of all give --data-parallel-size 4;"
+    log_of = "warning the log is of 4 data-parallel ranks: "
+    told = f"{log_of}for requests of all give --data-parallel-size 4"
     together = ("--set", "distributed.data_parallel_sync=true")
-    for given, is_told in (((), True), (("-dp", "4"), True), (("-dp", "4", *together), False)):
+    mixture = f"{log_of}for a mixture of experts give {' '.join(together)}"
+    for given, is_told in (((), True), (("-dp", "4"), False)):
         shown = " ".join(good(*command, *files, *given).stdout.split())
         assert (told in shown) is is_told
+        assert mixture in shown
+    assert log_of not in " ".join(good(*command, *files, "-dp", "4", *together).stdout.split())
     good(*command, *files, "--output", "plan.json")
     checked = good("plan", "check", "plan.json", *files).stdout
     assert told in " ".join(checked.split())
@@ -1578,10 +1600,11 @@ def test_what_a_plan_of_several_sizes_refuses(home: Path) -> None:
         ),
         (
             "plan --vllm {} --max-cudagraph-capture-size 512",
-            """Of vLLM: write --vllm '{"max_cudagraph_capture_size": 512}'""",
+            """Of vLLM: write --vllm '{"max_cudagraph_capture_size": N}'""",
         ),
         ("plan --enable-lora", "are vLLM's options: add --vllm '{}'"),
         ("plan --speculative-config {}", "give --speculative-method, --num-speculative-tokens"),
+        ("inspect p.json --verbose", "; `inspect` shows all of a saved plan"),
         ("vllm check -O1", """'{"cudagraph_mode": "PIECEWISE"}' for -O1"""),
         ("plan --optimization-level 0", "-O0 has no graph: leave it out"),
         ("vllm check --data-parallel-size 8", "Leave it out: the answer is for one rank"),

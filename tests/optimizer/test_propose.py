@@ -624,9 +624,9 @@ def test_no_gain_is_said_where_there_is_none() -> None:
     assert vllm.equal is not None
     assert vllm.equal.graphs == 1
     assert evidence.verdict.startswith("no gain in step time: with the vllm ladder's 11 graphs")
-    assert evidence.verdict.endswith("; as good with 1 graph")
+    assert evidence.verdict.endswith("; as good in the mean step with 1 graph")
     of_config = evidence_of(config_of(sizes=[64]), seen)
-    assert of_config.verdict.endswith("of the bound; as good with 1 graph")
+    assert of_config.verdict.endswith("of the bound; as good in the mean step with 1 graph")
     assert (evidence.keep, of_config.keep) == (False, True)
 
 

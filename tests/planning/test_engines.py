@@ -751,8 +751,8 @@ def test_batches_are_described_by_their_graphs() -> None:
     ]
     drafts = {"num_speculative_tokens": 3, "speculative_method": "eagle3"}
     for sizes, told in {
-        "[4, 12, 16]": ["draft model, decode: 5 to 8 requests run eagerly: add size 8"],
-        "[12, 16]": ["draft model, decode: 1 to 8 requests run eagerly: add size 8"],
+        "[4, 12, 16]": ["draft model, decode: 5 to 8 requests run eagerly without size 8"],
+        "[12, 16]": ["draft model, decode: 1 to 8 requests run eagerly without size 8"],
         "[4, 8, 16]": [],
     }.items():
         plan = build_plan(

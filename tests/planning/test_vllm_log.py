@@ -21,6 +21,7 @@ from cgplan.planning.vllm_log import StartLog, logged_steps, lowered, without_gr
 from cgplan.pricing import GraphCosts
 
 NONE, PIECEWISE, FULL = RUNTIME_MODES
+BOUND = "INFO Chunked prefill is enabled with max_num_batched_tokens=64\n"
 LOG = (Path(__file__).parents[1] / "data" / "vllm_start.log").read_text()
 GIB, MIB = 1 << 30, 1 << 20
 
@@ -65,7 +66,7 @@ def test_another_release_gets_the_rules_of_the_nearest(version: str, is_other: b
 
 def test_what_the_graphs_leave_to_the_kv_cache() -> None:
     """72 GiB are asked for; 20 are weights, 1.25 activations, 0.5 graphs, and vLLM leaves 150 MiB free."""
-    log = started(LOG)
+    log = started(BOUND + LOG)
     alike, taken, advised = log.said(PLAN)
     assert alike == "as asked for: 9 graphs (5 PIECEWISE, 4 FULL)"
     assert (
@@ -95,7 +96,7 @@ def test_the_kv_cache_of_other_graphs_shares_and_gpus(
     graphs: int, share: float | None, gpu: float | None, more: float
 ) -> None:
     """In GiB beside the start of the log, whose token takes 1 MiB."""
-    log = replace(started(LOG), kv_token_bytes=MIB)
+    log = replace(started(BOUND + LOG), kv_token_bytes=MIB)
     (own,) = log.kv_cache(PLAN, log.bytes, None, None)
     (said,) = log.kv_cache(PLAN, graphs, share, gpu)
     room, before = (int(re.findall(r"\d{9,}|\d+(?= \()", text)[0]) for text in (said, own))
@@ -113,10 +114,27 @@ def test_the_kv_cache_of_other_graphs_shares_and_gpus(
 )
 def test_a_kv_cache_is_compared_with_todays(graphs: int, change: str) -> None:
     """vLLM kept 0.75 GiB free, and advises to leave 150 MiB."""
-    (told,) = started(LOG).kv_cache(PLAN, graphs, None, None)
+    (told,) = started(BOUND + LOG).kv_cache(PLAN, graphs, None, None)
     assert f" GiB on each GPU, {change} than today): " in told
-    (other,) = started(LOG).kv_cache(PLAN, graphs, 0.8, None)
+    (other,) = started(BOUND + LOG).kv_cache(PLAN, graphs, 0.8, None)
     assert "than today" not in other
+
+
+def test_a_log_without_its_bound_on_tokens_has_no_kv_cache() -> None:
+    (told,) = started(LOG).kv_cache(PLAN, 0, 0.9, 80)
+    assert told.startswith("no --kv-cache-memory-bytes: the log does not tell its --max-num-batch")
+
+
+def test_engines_of_one_start_share_its_arguments() -> None:
+    """Each engine of several ranks has its first line before the captures of all."""
+    given = f"INFO non-default args: {{'enable_lora': True, 'max_loras': 4}}\n{BOUND}"
+    engine, _, rest = LOG.partition("\n")
+    log = started(f"{given}{engine}\n{engine}\n{rest}")
+    assert (log.max_loras, log.max_num_batched_tokens, log.starts) == (4, 64, 1)
+    eager = engine.replace("enforce_eager=False", "enforce_eager=True")
+    for other in (f"{eager}\n", LOG):
+        after = started(f"{given}{other}{LOG}")
+        assert (after.max_loras, after.max_num_batched_tokens) == (None, 0)
 
 
 def test_a_log_without_its_advice_has_no_kv_cache() -> None:
@@ -272,9 +290,9 @@ def test_graphs_of_a_start_are_compared_by_size_and_mode(
 ) -> None:
     """As many graphs as the plan's five, unless only more bounds allow them; the last but one is lowered by vLLM."""
     plan = build_plan(config_of('{"cudagraph_capture_sizes": [2, 8, 12]}'))
-    number = sum(graphs.values()) or len(plan.keys) + max(sizes) // 100
+    number = sum(graphs.values())
     others = "" if number == 5 else ", not with 5 graphs"
-    said = f"the log is of a start with {number} graphs ({told}){others}"
+    said = f"the log is of a start with {number or 'other'} graphs ({told}){others}"
     found = [*logged(mode, sizes, graphs).of_other_options(plan)]
     assert found == ([] if told is None else [said])
 
@@ -311,7 +329,7 @@ def test_a_start_with_other_adapters_leaves_another_kv_cache(
     """Adapters take memory besides graphs; a log without its first line does not tell theirs."""
     plan = build_plan(read_vllm("{}", max_num_seqs=8, max_loras=most).loaded.config)
     text = "" if given is None else f"INFO non-default args: {{'model': 'm', {given}}}\n"
-    log = replace(started(text + LOG), graphs={}, sizes=())
+    log = replace(started(BOUND + text + LOG), graphs={}, sizes=())
     assert [*log.other_memory(plan)] == ([told] if told else [])
     (said,) = log.kv_cache(plan, log.bytes, None, None)
     assert said.startswith("no --kv-cache-memory-bytes: ") == (told is not None)
@@ -366,13 +384,10 @@ def test_what_the_log_tells_is_not_taken_for_the_reason_of_other_graphs(
     )
 
 
-def test_memory_of_far_larger_graphs_than_the_log_has_is_a_guess() -> None:
-    for seqs, is_told in ((16, False), (32, True)):
+def test_memory_of_larger_graphs_than_the_log_has_is_extrapolated() -> None:
+    for seqs, is_told in ((8, False), (32, True)):
         plan = build_plan(read_vllm("{}", max_num_seqs=seqs).loaded.config)
-        doubts = " ".join(started(LOG).doubts(plan))
-        assert (
-            "sizes of the log end at 16: memory of far larger ones is a guess" in doubts
-        ) is is_told
+        assert costs_of(LOG, plan.settings).of(plan.keys).extrapolated is is_told
 
 
 def test_a_plan_with_sizes_for_each_mode_is_not_what_vllm_captures() -> None:

@@ -738,6 +738,17 @@ def test_uniform_is_told_by_the_mode_or_guessed(
         assert any("guessed for 5 steps with 45 tokens" in note for note in traffic.notes) != told
 
 
+def test_tables_without_their_mode_have_it_of_their_rows_or_a_warning(written: Any) -> None:
+    rows = "| 9 | 9 | 0 | FULL | 5 |", "| 16 | 16 | 0 | PIECEWISE | 1 |"
+    both = written(log(*rows))
+    assert dict(both.histogram) == {StepShape(9, 9, True): 5, StepShape(16, 16, False): 1}
+    unnamed = "tables without the lines `- Mode:` and `- Capture sizes:` above them, so decode was"
+    assert unnamed not in str(both.warnings)
+    for row in rows:
+        assert unnamed in str(written(log(row)).warnings)
+        assert unnamed not in str(written(log(row, mode="FULL")).warnings)
+
+
 def test_above_the_largest_capture_size_the_mode_tells_nothing(written: Any) -> None:
     rows = (
         "| 64 | 64 | 0 | PIECEWISE | 1 |",

@@ -398,8 +398,9 @@ def test_requests_that_wait_for_the_slot_of_an_adapter_are_told(
 ) -> None:
     bounds = SchedulerBounds(8, 64, max_loras=most)
     found = simulate(RequestTrace(PASSING, "passing"), bounds, lambda batch: 10.0).warnings
-    assert [text for text in found if text.startswith("25% of the requests wait")] == [
-        "25% of the requests wait, as max_loras = 1 other adapters run: a larger one shortens TTFT"
+    assert [text for text in found if text.startswith("passing: 25% of the requests wait")] == [
+        "passing: 25% of the requests wait, as max_loras = 1 other adapters run: a larger one "
+        "shortens TTFT"
     ] * told
 
 
@@ -408,7 +409,9 @@ def test_all_requests_that_wait_for_one_adapter_are_counted() -> None:
     trace = RequestTrace([Request(0.0, 5, 10, adapter=1), *others], "two adapters")
     bounds = SchedulerBounds(16, 64, max_loras=1)
     found = simulate(trace, bounds, lambda batch: 10.0).warnings
-    assert [text[:24] for text in found if "max_loras" in text] == ["91% of the requests wait"]
+    assert [text[:38] for text in found if "max_loras" in text] == [
+        "two adapters: 91% of the requests wait"
+    ]
 
 
 def test_idle_time_has_no_steps_and_the_notes_say_how_busy() -> None:
