@@ -487,11 +487,12 @@ class PlannedGraphs:
         if inputs.one_list and eager:
             most = plan.max_num_seqs
             larger = build_plan(with_sizes(config, (*plan.capture_sizes, most)))
-            if self._broken(larger.keys):
+            broken = self._broken(larger.keys)
+            if broken:
                 eager = (f"{eager[0]}, for which the limits have no room",)
-                if inputs.costs:
-                    most_bytes = inputs.costs.of(larger.keys).total_bytes
-                    eager = (f"{eager[0]}: with it graphs take {most_bytes / 2**20:.1f} MiB",)
+                if "memory" in broken:
+                    mib = inputs.price(larger.keys)["bytes"] / 2**20
+                    eager = (f"{eager[0]}: with it graphs take {mib:.1f} MiB",)
             else:
                 built = larger
                 eager = ()
