@@ -118,7 +118,7 @@ def test_a_change_that_calls_may_have_missed_is_told(backend: GraphBackend, laye
         g(x)
     may_be_late = layers > 1 and sys.version_info < (3, 12)
     assert ("call recapture() after such changes" in g.explain()) is may_be_late
-    assert ("answers are right from here on" in g.explain()) is not may_be_late
+    assert ("answers stay right" in g.explain()) is not may_be_late
     close(g(x), model(x))
 
 
@@ -279,7 +279,7 @@ def test_a_value_that_is_no_number_has_no_hint_to_ignore_it(
         net.on = on if turn // 4 % 2 else off
         close(g(x), net(x))
     assert "captured again: model.on" in caplog.text
-    assert "; answers are right from here on, and each change costs a capture" in caplog.text
+    assert "; answers stay right, and each change costs a capture" in caplog.text
     assert "ignore" not in caplog.text
     assert "costs a capture; 2 changes of model.on freed graphs\n" in g.explain()
 

@@ -704,9 +704,11 @@ class Rehearsal:
                 found = look_at(capture_visible_because=found.host_sync)
         if found.seeded is not None:
             raise CaptureError(
-                f"the forward sets the state of {found.seeded}; a replay would not",
+                f"the forward, or another thread, sets the state of {found.seeded}; a replay "
+                "would not",
                 remedy="Seed generators outside of the forward, or keep that part in an eager "
-                "piece.",
+                "piece. If another thread called torch.manual_seed, call recapture() while it is "
+                "quiet.",
             )
         if found.host_sync and not isinstance(found.host_sync, HostSyncError):
             raise found.host_sync  # tagged cudagraph_unsafe

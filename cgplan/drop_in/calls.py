@@ -114,15 +114,13 @@ class Calls:
         args: Args,
         kwargs: Kwargs,
     ) -> Any:
-        # not under the lock: its holder may be the capture that this call is inside of
-        is_inside = current_forward_context() is not None
-        eager = _INSIDE if is_inside else self.own_code_reason.get()
-        if eager:
-            return self._run_model(eager, args, kwargs)
+        # not under the lock: its holder may be the capture or the look that this call is inside of
+        reason = _INSIDE
+        if current_forward_context() is None:
+            reason = self.own_code_reason.get() or self._reason_of_context()
+        if reason:
+            return self._run_model(reason, args, kwargs)
         with self._lock:
-            reason = self._reason_of_context()
-            if reason:
-                return self._run_model(reason, args, kwargs)
             form, tensors = call_form(args, kwargs)
             mode = _get_current_function_mode()
             last_form, last_mode, has_state, runner, kind = self._last
@@ -176,7 +174,7 @@ class Calls:
             args, kwargs = arguments_of(tuple(form), len(args), tuple(kwargs), own)
         return Call(args, kwargs, tuple(form), own)
 
-    def _reason_of_context(self) -> str | None:
+    def _reason_of_context(self) -> str:
         if getattr(self._module, "training", False):  # frozen scripts have none
             reason = "the model is in training mode; call .eval() for graphs"
             self.learner.tell_once(reason)
@@ -195,7 +193,7 @@ class Calls:
             return "inside forward-mode differentiation"
         if self.device == "cuda" and torch.cuda.is_current_stream_capturing():
             return "inside a capture of the caller's"
-        return None
+        return ""
 
     def _run_model(
         self,

@@ -769,7 +769,7 @@ class _Generate:
                 shown = repr(value) if isinstance(value, str | int) else type(value).__name__
                 other.append(f"{option(name, where=True)}={shown}")
         other += filter(without.get, without)
-        hint = "; it runs eagerly, and tokens are right"
+        hint = "; eager tokens are right: docs/graphed.md, Options and models without graphs"
         if not other and any(self._new_cache().is_sliding):  # they count tokens in Python
             other = ["sliding or chunked attention"]
             hint = "; no max_cache_len has graphs"

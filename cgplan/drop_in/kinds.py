@@ -152,8 +152,7 @@ class Kind:
         else:
             first = (*of_model, *of_arguments)[0]
             reason = f"each run changes {first.path}"
-            if of_model:
-                reason += first.hint(of_model)
+            reason += first.hint(of_model) if of_model else "; answers are right"
             self.run_eagerly(reason)
 
     def note_difference(

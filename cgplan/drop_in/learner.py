@@ -277,11 +277,12 @@ class Learner:
         hint = first.hint(changes)
         is_moved = all(change.is_move for change in changes)
         if self.detector.is_late:
-            hint += (
-                "; calls from the change to now may have been answered by the old graphs: call "
-                "recapture() after such changes"
+            text += (
+                f"{hint}; calls from the change to now may have been answered by the old graphs: "
+                "call recapture() after such changes"
             )
-        text += hint or "; answers are right from here on, and each change costs a capture"
+        else:
+            text += "; answers stay right" + (hint or ", and each change costs a capture")
         self.tell_once(text, first.subject)
         self.detector.close()
         self.detector = None
@@ -306,13 +307,14 @@ class Learner:
             self.tensor_ids = frozenset(map(id, record.tensors))
             for pattern in self.settings.ignore:
                 if not any(is_ignored(path, [pattern]) for path in paths):
-                    hint = did_you_mean(pattern, paths, "; did you mean {!r}?", cutoff=0.75)
+                    near = [path for path in paths if path.count(".") == pattern.count(".")]
+                    hint = did_you_mean(pattern, near, "; did you mean {!r}?", cutoff=0.75)
                     self.tell_once(f"ignore names {pattern!r}, where nothing is compared yet{hint}")
-                for module in record.modules()[0]:
-                    if is_ignored(module.path, [pattern]):
+                for part in record.parts():
+                    if is_ignored(part.path, [pattern]):
                         self.tell_once(
-                            f"ignore names {pattern!r}, which holds the module {module.path}: "
-                            "graphs keep its old parts after an exchange; name Python values",
+                            f"ignore names {pattern!r}, which holds {part.path}: graphs keep its "
+                            "old memory after an exchange; name Python values",
                             pattern,
                         )
 

@@ -209,7 +209,11 @@ class Change:
         return self.path
 
     def hint(self, changes: Sequence[Self]) -> str:
-        """Of numbers alone: text, flags and lengths decide. ``changes``: of the same run."""
+        """Of numbers, and of tensors that moved: text, flags and lengths decide. ``changes``: of
+        the same run.
+        """
+        if self.is_move:
+            return "; write it in place (`copy_`) to keep graphs"
         kinds = {type(self.was), type(self.now)} - {type(ABSENT)}
         if self.path.startswith("len(") or not kinds <= {int, float}:
             return ""
@@ -546,12 +550,12 @@ class Fingerprint:
         read: Collection[str],
     ) -> None:
         """Compare addresses of parameters, buffers and these paths alone."""
-        parts = {id(held.value) for held in self.contents.values() if held.holds == "parts"}
-        self.only = {
-            place.path
-            for place in self.places.values()
-            if place.path in read or id(place.container) in parts
-        }
+        self.only = {*read, *(place.path for place in self.parts())}
+
+    def parts(self) -> list[Place]:
+        """Submodules, parameters and buffers."""
+        within = {id(held.value) for held in self.contents.values() if held.holds == "parts"}
+        return [place for place in self.places.values() if id(place.container) in within]
 
     def moved(
         self,

@@ -115,7 +115,8 @@ class RowDecoder(nn.Module):
         if other or getattr(text, "attention_chunk_size", None) is not None:
             raise ModelError(
                 f"{text.model_type} has layers of kind {', '.join(other) or 'chunked_attention'}",
-                remedy=f"Choose a model with layers of kind {' and '.join(_ATTENTION_TYPES)}.",
+                remedy=f"load_model has caches for {' and '.join(_ATTENTION_TYPES)} alone; "
+                "graphed_generate(lm, ...) may serve this model (docs/graphed.md).",
             )
         too_long = beyond_positions(model, max_cache_len)
         if too_long:

@@ -23,6 +23,7 @@ from torch import Tensor, UntypedStorage
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cgplan.backends.backend import tensor_on
+from cgplan.backends.context import capture_turn
 from cgplan.backends.host_sync import storage_id
 from cgplan.buffers.compare import Difference, compare, differences, is_equal
 from cgplan.buffers.static import torch_dtype
@@ -142,7 +143,8 @@ class Verifier:
         as_captured = graphs.ambient._replace(
             inference=torch.is_inference_mode_enabled(),
         )
-        with as_captured.entered(graphs.backend.device.type):
+        # another thread's look would blame its forward for the random state that is put back
+        with capture_turn(), as_captured.entered(graphs.backend.device.type):
             comparison = _Comparison(graphs, self._copied, call, values)
             try:
                 eager = comparison.run(comparison.own_code)
