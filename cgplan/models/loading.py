@@ -272,5 +272,5 @@ def _blaming(doing: str) -> Iterator[None]:
         raise ModelError(
             f"{doing} failed: {type(error).__name__}: {str(error).strip() or 'no message'}\n  at "
             f"{where}",
-            remedy="Correct the model or model.kwargs.",
+            remedy="Correct the model, model.kwargs or the device.",
         ) from error
