@@ -463,7 +463,7 @@ class PutBack:
     ) -> bool:
         """Whether a tensor is of first use. Then changes that may be its flag are, too."""
         runs = uses.runs.keys()
-        is_of_made = of_made.issuperset(runs)
+        is_of_made = of_made >= runs
         stays = uses.is_first_use if is_of_made else uses.stopped
         flags = set[str]()
         for path, known in undone.items():
