@@ -43,7 +43,7 @@ SpeculativeMethod = StrEnum(
     "SpeculativeMethod", "eagle eagle3 mtp deepseek_mtp ngram draft_model suffix custom_class"
 )
 Runner = StrEnum("Runner", "v1 v2")
-Objective = StrEnum("Objective", "robust mean worst")
+Objective = StrEnum("Objective", "robust mean")
 ModeChoice = StrEnum("ModeChoice", "keep best")
 VLLM_JSON = """write --vllm '{"cudagraph_mode": "FULL"}'"""
 GOALS = "ttft_p50, ttft_p99, tpot_p50, tpot_p99, step_p50, step_p99, decode_p99"
@@ -465,8 +465,8 @@ class Loads:
 class PlannedLoads(Loads):
     traffic: list[Any] | None = TRAFFIC()
     objective: Objective = option(
-        "Minimise the mean step of the loads given (mean), with 2 and 4 times the load and the p99 "
-        "of decode (robust), or the largest regret of several loads (worst).",
+        "Minimise the mean step of the loads given (mean), or with 2 and 4 times the load and the "
+        "p99 of decode (robust).",
         default=Objective.robust,
     )
     insurance: Any = option(

@@ -328,7 +328,7 @@ def run_check(path: Path, loads: Loads, max_regret: float | None, shown: Shown) 
         )
     command = _command_anew(path, plan, loads, rules)
     planner = Planner(times, sources, costs, **rules)
-    check = planner.check(config, plan, f"{command} --mode best --memory none")
+    check = planner.check(config, plan)
     for name, value in plan.budget.items():
         command += f" --set budget.{name}={value}"
     shown.publish(check)
@@ -415,12 +415,6 @@ def _check_loads(config: Config, loads: Loads) -> None:
         raise ConfigError(
             f"{len(loads.weights)} weights for {len(loads.files)} files of traffic",
             remedy="Give --weights one number for each --traffic, such as 3,1.",
-        )
-    is_one = len(loads.files) <= 1 and len(loads.scales) == 1
-    if loads.objective is Objective.worst and is_one:
-        raise ConfigError(
-            "--objective worst needs several loads",
-            remedy="Give --scale 1,2,4, or --traffic several times.",
         )
 
 

@@ -24,7 +24,6 @@ from cgplan.optimizer.evidence import (
     Evidence,
     Expected,
     LadderPoint,
-    PaddingMap,
     PlanLimit,
     SizeUse,
     of_costs,
@@ -176,7 +175,6 @@ CANDIDATES = 1600  # boxes to choose among, about
 PRICED: tuple[PlanLimit, ...] = ("memory", "capture_time")
 BOXES = 32  # where no budget says how many
 ROUNDS = 3  # of exchanges in each dimension of a grid
-MAP_SIZES = 12  # rows and columns of the map of padding
 NO_TIMES = (
     "no step times were given: a step counts 1 us for each element, the product of its sizes as "
     "often as an input has them, so these sizes are for the least padding: measure times by "
@@ -237,7 +235,8 @@ def propose_boxes(
     """
 
     def plan_of(boxes: Sequence[Sequence[int]]) -> Plan:
-        return build_plan(config.with_values("compilation", boxes=tuple(boxes)))
+        boxed = config.with_values("compilation", boxes=tuple(boxes))
+        return build_plan(boxed)
 
     largest = tuple(dim.top for dim in dims_of(config))
     base = plan_of([largest])
@@ -559,48 +558,16 @@ class _BoxProblem:
     def _point(self, name: str, boxes: Ints) -> LadderPoint:
         runs = self._runs_in(boxes)
         paid = self._price(boxes)
+        took = self._times(boxes)[runs]
+        ran = self._work(boxes)[runs]
         return LadderPoint(
             name=name,
             graphs=len(self.lanes) * len(boxes),
             bytes=None if paid is None else paid.total_bytes,
             seconds=None if paid is None else paid.seconds,
-            expected_us=float(self._weights @ self._times(boxes)[runs]) / self._total,
-            padding=1 - self._real.sum() / (self._weights @ self._work(boxes)[runs]),
+            expected_us=float(self._weights @ took) / self._total,
+            padding=1 - self._real.sum() / (self._weights @ ran),
             unused=len(boxes) - np.unique(runs).size,
-        )
-
-    def _map(self, boxes: Ints) -> PaddingMap | None:
-        if len(self._dims) < 2:
-            return None
-        runs = self._runs_in(boxes)
-        elements = self._work(boxes)[runs]
-        rows = self._sizes_of(0, MAP_SIZES)
-        columns = self._sizes_of(1, MAP_SIZES)
-        first, second, *_ = self._least.T
-        place = (
-            np.searchsorted(rows, first),
-            np.searchsorted(columns, second),
-        )
-        real, run = np.zeros((2, rows.size, columns.size))
-        np.add.at(
-            real,
-            place,
-            self._real,
-        )
-        np.add.at(
-            run,
-            place,
-            self._weights * elements,
-        )
-        padding = 1 - real / np.maximum(run, 1.0)
-        shares = padding.astype(object)
-        shares[run == 0] = None
-        names = self.traffic.names
-        return PaddingMap(
-            names=(names[0], names[1]),
-            rows=rows.tolist(),
-            columns=columns.tolist(),
-            shares=shares.tolist(),
         )
 
     def _ladders(self) -> dict[str, Ints]:
@@ -733,7 +700,6 @@ class _BoxProblem:
             warnings=tuple(warnings),
             verdict=verdict,
             padding=own.padding,
-            padding_map=self._map(boxes),
         )
 
     def _notes(self, boxes: Ints) -> Iterator[str]:

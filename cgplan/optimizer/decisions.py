@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from cgplan.config import Config
@@ -38,11 +38,8 @@ GIVEN_UP = 0.003  # the most by which they may lengthen the mean step of the loa
 LARGE = 200_000
 SLOWER = 0.05  # steps of a plan for an SLO, if enough graphs hold it
 MOST_FOR_SLO = 128  # graphs that an SLO is tried with; p99 need not fall with more
-# Changes of a figure by other bounds: worth a word, too large a loss, and none
-NOTABLE = 0.05
+NOTABLE = 0.05  # a change of a figure that is worth a word
 LEAST = 0.0005  # a share that 0.1% is written for
-MOST_LOSS = 0.1
-SAME = 0.01
 MIB = 1 << 20  # of memory, which is worth no word
 MODES = [
     CUDAGraphMode.FULL_DECODE_ONLY,
@@ -81,7 +78,7 @@ class Planner:
     Attributes:
         sources: Steps or requests, with their weights.
         failed, insurance: As in ``PlanInputs``.
-        objective: robust, mean or worst.
+        objective: robust or mean.
         any_mode: Whether other modes are weighed.
         kv_tokens: Tokens that the KV cache holds; None: all.
         kv_token_bytes: Of a token there; 0: not known.
@@ -116,20 +113,16 @@ class Planner:
         if self.apart or self.times.full_of_decode:  # FULL graphs run decode alone
             self._modes = [mode for mode in MODES if mode.mixed_mode() is not CUDAGraphMode.FULL]
         self._first = list[tuple[Source, float]]()
+        self._requests = list[RequestTrace]()
+        self._is_large = False
         for source, weight in self.sources:
             short = source
-            if isinstance(short, RequestTrace):
-                short = short.first(LARGE)
+            if isinstance(source, RequestTrace):
+                self._requests.append(source)
+                self._is_large |= len(source.requests) > LARGE
+                short = source.first(LARGE)
             self._first.append((short, weight))
         self._known: dict[Any, tuple[Source, Traffic]] = {}  # simulated, by the source's id
-
-    @property
-    def _is_large(self) -> bool:
-        return any(len(trace.requests) > LARGE for trace in self._requests)
-
-    @property
-    def _requests(self) -> list[RequestTrace]:
-        return [source for source, _ in self.sources if isinstance(source, RequestTrace)]
 
     def decide(self, config: Config) -> Plan:
         """The plan, in the best mode if it may be chosen, with the fewest graphs that hold the SLO.
@@ -180,7 +173,6 @@ class Planner:
         if miss and len(self._requests) > 1:
             reasons.append(f"of {len(self._requests)} loads {miss.requests.source}: {miss.text}")
         reasons += self._memory_notes(planned)
-        reasons += self._other_bounds(config, self._shown(miss))
         return planned.explained(
             service=tuple(self._points(config, plan, miss)),
             slo=tuple(self.slo),
@@ -192,10 +184,9 @@ class Planner:
             decisions=tuple(reasons),
         )
 
-    def check(self, config: Config, plan: Plan, command: str) -> PlanCheck:
-        """Judge any plan on these loads. ``command``: what makes a new plan for them."""
-        loads = self.steps(config, plan)
-        traffic = Traffic.mixed(loads)
+    def check(self, config: Config, plan: Plan) -> PlanCheck:
+        """Judge any plan on these loads."""
+        traffic = Traffic.mixed(self.steps(config, plan))
         times = self.times
         run = Run(plan.lanes(), traffic, times)
         graphs = len(plan.keys)
@@ -255,14 +246,6 @@ class Planner:
         if eager >= LEAST:
             verdict = f"{eager:.1%} of the steps run eagerly; {verdict}"
         unsure, notes = times.said_for(plan.mode)
-        inputs = replace(anew.inputs, loads=loads)
-        mode, shortest = self._without_budget(inputs)
-        shorter = 1 - shortest / own.expected_us
-        if shorter > NOTABLE and not self.slo:
-            unsure += (
-                f"this check keeps the plan's mode {plan.mode} and its budget; in mode {mode}, "
-                f"without a budget, steps are up to {shorter:.0%} shorter: `{command}`",
-            )
         return PlanCheck(
             traffic_source=traffic.source,
             traffic_weight=traffic.total,
@@ -276,15 +259,6 @@ class Planner:
             verdict=times.doubt + verdict,
             slo_missed=missed,
         )
-
-    def _without_budget(self, inputs: PlanInputs) -> tuple[CUDAGraphMode, float]:
-        """The mode with the shortest step, if each batch had a graph of its own size."""
-        found = [(inputs.base.mode, math.inf)]
-        for mode, config in self._in_modes(inputs.config):
-            with suppress(StepTimeError):
-                problem = replace(inputs, config=config).problem_of_seen
-                found.append((mode, problem.infinite_us))
-        return min(found, key=itemgetter(1))
 
     # --- one plan ---------------------------------------------------------------------------------
 
@@ -374,7 +348,6 @@ class Planner:
                 self.failed,
                 self.insurance,
                 [(other, share) for other in others] if share else (),
-                worst=self.objective == "worst",
                 one_list=self.one_list,
                 today=self._today,
             )
@@ -418,7 +391,11 @@ class Planner:
     ) -> list[tuple[Traffic, float]]:
         """Steps to plan for; requests are simulated with the step times of ``plan``."""
         sources = self._first if of_first else self.sources
-        return [(self._simulated(config, plan, source), weight) for source, weight in sources]
+        found = []
+        for source, weight in sources:
+            traffic = self._simulated(config, plan, source)
+            found.append((traffic, weight))
+        return found
 
     def _simulated(
         self,
@@ -453,27 +430,24 @@ class Planner:
         with suppress(BudgetError):
             asked = self._planned(config, of_first=self.any_mode)
             found.append((config, asked))
-        for mode, other in self._in_modes(config) if self.any_mode else ():
+        own = build_plan(config).mode
+        for mode in self._modes if self.any_mode else ():
+            other = config.with_values("compilation", cudagraph_mode=mode)
             with suppress(BudgetError, ModeError, PlanError, StepTimeError):  # it is not planned
-                if mode is not build_plan(config).mode:
+                if mode is not own and mode is build_plan(other).mode:
                     planned = self._planned(other, of_first=True)
                     found.append((other, planned))
         if not found:
             self._planned(config)  # raises the error of the mode asked for
-        longest = min(planned.run.expected_us for _, planned in found) * (1 + ALIKE)
-        return sorted(
-            found, key=lambda pair: (pair[1].run.expected_us > longest, pair[1].plan.num_graphs)
-        )
+        least = min(planned.run.expected_us for _, planned in found)
+        longest = least * (1 + ALIKE)
 
-    def _in_modes(self, config: Config) -> Iterator[tuple[CUDAGraphMode, Config]]:
-        for mode in self._modes:
-            other = config.with_values(
-                "compilation",
-                cudagraph_mode=mode,
-            )
-            with suppress(ModeError, PlanError):
-                if build_plan(other).mode is mode:
-                    yield mode, other
+        def place(pair: tuple[Config, PlannedGraphs]) -> tuple[bool, int]:
+            _, planned = pair
+            is_long = planned.run.expected_us > longest
+            return is_long, planned.plan.num_graphs
+
+        return sorted(found, key=place)
 
     def _mode_change(self, by_mode: ByMode, best: PlannedGraphs) -> Iterator[str]:
         assert self._today
@@ -644,56 +618,14 @@ class Planner:
         plan: Plan,
         miss: Miss | None,
     ) -> Iterator[ServicePoint]:
-        requests = self._shown(miss)
-        if requests is None:
-            return
+        shown = [source for source, _ in self._first if isinstance(source, RequestTrace)]
+        if miss:
+            shown = [miss.requests]
         eager = build_plan(_eager(config))
         plans = {"plan": plan, ASKED_FOR: build_plan(config), "eager": eager}
-        for name, other in plans.items():
-            service = self._service(config, other, requests)
+        for name, other in plans.items() if shown else ():
+            service = self._service(config, other, shown[0])
             yield ServicePoint(name=name, graphs=len(other.keys), service=service)
-
-    def _shown(self, miss: Miss | None) -> RequestTrace | None:
-        if miss:
-            return miss.requests
-        if self._requests and len(self._requests[0].requests) <= LARGE:
-            return self._requests[0]
-        return None
-
-    def _other_bounds(
-        self,
-        config: Config,
-        requests: RequestTrace | None,
-    ) -> Iterator[str]:
-        """Half and double the bounds, where these requests are served better."""
-        if requests is None or len(requests.requests) > LARGE:
-            if self._requests:
-                yield f"other bounds were not tried, with more than {LARGE:,} requests"
-            return
-        plan = build_plan(config)
-        traffic = self._simulated(config, plan, requests)
-        batches, _ = traffic.columns
-        bounds = {"max_num_seqs": batches.num_reqs, "max_num_batched_tokens": batches.num_tokens}
-        for name, sizes in bounds.items():
-            largest = sizes.max()
-            bound = getattr(plan, name)
-            for value in (bound // 2, 2 * bound):
-                if not value or largest < min(bound, value + 1):
-                    continue  # no step would be another one
-                bounded = config.with_values("scheduler", **{name: value})
-                try:
-                    other = build_plan(bounded)
-                except (ModeError, PlanError):
-                    continue
-                gains = _gains(
-                    self._service(config, plan, requests),
-                    self._service(bounded, other, requests),
-                )
-                if gains:
-                    yield (
-                        f"{name} {bound} -> {value} with the graphs asked for: {gains}; to take "
-                        "it, measure and plan with that bound"
-                    )
 
     def _memory_notes(self, planned: PlannedGraphs) -> Iterator[str]:
         cost = planned.plan.predicted
@@ -732,40 +664,11 @@ def _fewest_first(found: Sequence[Judged], longest: float) -> list[Judged]:
         planned, miss = pair
         if not miss.holds:
             return 2, 0
-        return int(planned.run.expected_us > longest), planned.plan.num_graphs
+        is_long = planned.run.expected_us > longest
+        return int(is_long), planned.plan.num_graphs
 
     return sorted(found, key=place)
 
 
 def _eager(config: Config) -> Config:
     return config.with_values("compilation", cudagraph_mode=CUDAGraphMode.NONE)
-
-
-def _gains(now: Service, other: Service) -> str:
-    """Figures that change, if one gets notably better and none loses half as much."""
-    rows = [
-        ("TTFT p99", now.ttft_us.p99, other.ttft_us.p99, format_microseconds),
-        ("tokens/s", now.tokens_per_s, other.tokens_per_s, "{:.0f}".format),
-    ]
-    if now.tpot_us and other.tpot_us:
-        rows.append(("TPOT p99", now.tpot_us.p99, other.tpot_us.p99, format_microseconds))
-    told = []
-    alike = []
-    gain = loss = 0.0
-    for name, before, after, write in rows:
-        change = after / before - 1
-        if abs(change) > SAME:
-            told.append(f"{name} {write(before)} -> {write(after)}")
-        else:
-            alike.append(name)
-        if name == "tokens/s":
-            change = before / after - 1
-        gain = max(gain, -change)
-        loss = max(loss, change)
-    if gain < NOTABLE or loss > min(gain / 2, MOST_LOSS):
-        return ""
-    if alike:
-        told.append(f"{' and '.join(alike)} the same")
-    if other.unmeasured:
-        told.append(f"{other.unmeasured:.2%} of its steps extrapolated")
-    return ", ".join(told)

@@ -9,7 +9,6 @@ from cgplan.traffic.histogram import Goal, Service
 from cgplan.units import counted
 
 ASKED_FOR = "asked for"
-NO_BATCH = "no batch would run in it"
 EAGER_ROW = "eager"
 NOTHING_SAVED = "no graph saves time for this traffic: eager steps take no longer"
 NOT_WORTH_IT = "no graph of this plan is worth it"
@@ -104,15 +103,14 @@ class ServicePoint(Record):
     service: Service
 
 
-class LoadPoint(Record):
+class LoadPoint(Record, extra="ignore"):
     """One of several traffics of a plan: mean microseconds of a step with the plan, with the
-    configured ladder, and with the best plan of as many graphs for it alone (None: not sought).
+    configured ladder.
     """
 
     source: str
     expected_us: float
     ladder_us: float | None = None
-    best_us: float | None = None
 
 
 class SizeUse(LaneRecord):
@@ -131,17 +129,6 @@ class SizeUse(LaneRecord):
     sizes: tuple[int, ...] = ()
     step_us: float | None = None
     own_us: float | None = None
-
-
-class PaddingMap(Record):
-    """Padding of the batches up to each size of two dimensions, as ``SizeUse`` has it; None: no
-    batch.
-    """
-
-    names: tuple[str, str]
-    rows: tuple[int, ...]
-    columns: tuple[int, ...]
-    shares: tuple[tuple[float | None, ...], ...]
 
 
 class LaneSizes(LaneRecord):
@@ -184,7 +171,7 @@ class PlanCheck(Record):
     slo_missed: str | None = None
 
 
-class Evidence(Record):
+class Evidence(Record, extra="ignore"):
     """Everything that a plan's report shows.
 
     Attributes:
@@ -208,7 +195,6 @@ class Evidence(Record):
         next_graph: None if the curve ends there, or memory or time binds.
         pareto: From one graph to where more bring nothing.
         padding: Share of all tokens that run, those of eager steps included; from 0 to 1.
-        left_out: Of the ladder asked for.
         failed: Keys that could not be captured.
         notes, warnings: Assumptions of the planner, and lint.
     """
@@ -232,11 +218,6 @@ class Evidence(Record):
     uses: tuple[SizeUse, ...]
     pareto: tuple[ParetoPoint, ...] = ()
     ladders: tuple[LadderPoint, ...]
-    # of earlier versions
-    not_worth: Any = ()
-    lower_bound_us: Any = None
-    gap: Any = None
-    exact: Any = None
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     verdict: str
@@ -244,9 +225,7 @@ class Evidence(Record):
     unbounded: tuple[PlanLimit, ...] = ()
     # absent from plans of earlier versions, as all from costs_notes on
     padding: float | None = None
-    left_out: tuple[LeftOut, ...] = ()
     failed: tuple[LeftOut, ...] = ()
-    padding_map: PaddingMap | None = None  # of batches with several sizes
     insurance: float = 0.0
     other_loads: float = 0.0
     one_list: bool = False

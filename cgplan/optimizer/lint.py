@@ -18,8 +18,6 @@ from cgplan.units import counted, format_microseconds, from_to, grouped, listed
 
 CLIFF = 1.05  # eager over graph, from which on it is worth a word
 BETWEEN = 0.05  # of a step, which times between measured ones may be off before they are told
-WIDE = 0.25  # padding, as a share of the tokens that run
-SELDOM = 0.005  # share of the steps, or of their time, below which padding does not matter
 
 
 def doubts(plan: Plan, run: Run) -> tuple[str, ...]:
@@ -38,8 +36,7 @@ def lint(plan: Plan, run: Run) -> tuple[str, ...]:
         *_traffic_cliffs(plan, run),
         *_scheduler_cliffs(plan, run),
         *_beyond_the_scheduler(plan, run),
-        *_wide_steps(run),
-        *_unused_modes(plan, run),
+        *_missing_kinds(plan, run),
     )
 
 
@@ -86,10 +83,12 @@ def _scheduler_cliffs(plan: Plan, run: Run) -> Iterator[str]:
     ]
     for batch, limit, each, unit in extremes if reqs else extremes[1:]:
         alike = run.batches.uniform == batch.uniform
-        if _are_rows(plan) or (alike & (run.batches.num_tokens >= batch.num_tokens)).any():
+        as_large = run.batches.num_tokens >= batch.num_tokens
+        if _are_rows(plan) or (alike & as_large).any():
             continue
         lanes = plan.lanes().items()
-        most = max((sizes[-1] for lane, sizes in lanes if run.serves(lane, batch)), default=0)
+        largest = [sizes[-1] for lane, sizes in lanes if run.serves(lane, batch)]
+        most = max(largest, default=0)
         if most >= batch.num_tokens:
             continue
         size = batch.num_tokens
@@ -267,29 +266,7 @@ def _lora_cases(plan: Plan, run: Run) -> Iterator[str]:
         )
 
 
-def _wide_steps(run: Run) -> Iterator[str]:
-    for use in run.uses:
-        assert use.step_us
-        assert use.own_us
-        lost = use.step_us - use.own_us
-        if use.padding > WIDE and use.share >= SELDOM and lost >= SELDOM * use.step_us:
-            tokens = (use.size or 0) * (1 - use.padding)
-            yield (
-                f"{use.lane} at {use.size} tokens: {use.padding:.0%} of what runs is padding, in "
-                f"{use.share:.1%} of the steps; its batches have {tokens:.4g} tokens on average, "
-                f"and would take {format_microseconds(lost)} less at their own sizes"
-            )
-
-
-def _unused_modes(plan: Plan, run: Run) -> Iterator[str]:
-    used = {use.mode for use in run.uses}
-    for mode in (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE):
-        number = sum(key_mode is mode for key_mode, _ in plan.keys)
-        if number and mode not in used:
-            yield (
-                f"no batch of the traffic runs in the {counted(number, f'{mode} graph')} of the "
-                "plan"
-            )
+def _missing_kinds(plan: Plan, run: Run) -> Iterator[str]:
     if plan.mode.separate_routine():
         seen = set(run.batches.uniform.tolist())
         for lane in lanes_of(plan.mode, (0,)):

@@ -23,7 +23,6 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 FAN = 8  # rows so many apart are solved first, and bound those between them
-FEW = 300  # sizes, of which all pairs are tried
 
 
 @dataclass(frozen=True)
@@ -81,24 +80,14 @@ def best_paths(
     parent = np.full(cost.shape, -1)
     took = weights * times
     ran = took.sum(axis=0) + price
-    every = np.arange(width)
-    between = None
-    if width <= FEW:
-        between = ran[:, None] - times.T @ weights
-        between[every[:, None] <= every] = np.inf
     counts = set(each[1:].tolist())
     widest = max(counts, default=1)
     for level in range(1, graphs + 1):
         for count in counts:
             if count <= level:
                 before = cost[level - count]
-                if between is None:
-                    least, below = best_start(before, weights, times)
-                    total = least + ran
-                else:
-                    totals = before + between
-                    below = totals.argmin(axis=1)
-                    total = totals[every, below]
+                least, below = best_start(before, weights, times)
+                total = least + ran
                 here = (each == count) & (total < cost[level])
                 cost[level, here] = total[here]
                 parent[level, here] = below[here]

@@ -15,7 +15,6 @@ from collections.abc import (
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,6 @@ from cgplan.optimizer.evidence import (
     ASKED_FOR,
     EAGER_ROW,
     MOST_UNMEASURED,
-    NO_BATCH,
     NOT_WORTH_IT,
     NOTHING_SAVED,
     Evidence,
@@ -39,7 +37,6 @@ from cgplan.optimizer.evidence import (
     ParetoPoint,
     PlanLimit,
     ladder_words,
-    limit_words,
     of_costs,
 )
 from cgplan.optimizer.lint import bench_of, doubts, lint, rows_without_graphs, sizes_between
@@ -95,12 +92,7 @@ WORTH = 1e-4  # a gain below which graphs are not worth a word
 ALIKE = 1e-3  # a difference between steps that count as equally long
 NO_GAIN = 0.01  # a distance from the bound below which other sizes bring no gain in step time
 EXACT = 1e-6  # a gap that counts as none
-ROUNDS = 12  # of weighing loads for the worst regret
-NO_GRAPH_GAIN = "no gain"
-LEFT_OUT = "the search left it out"
 FAILED = "it could not be captured"
-CASE = "its LoRA case was not planned for, see the notes"
-RULE = "the rule needs no more graphs: give max_graphs"
 
 
 def plan_graphs(inputs: PlanInputs) -> PlannedGraphs:
@@ -140,9 +132,6 @@ def plan_graphs(inputs: PlanInputs) -> PlannedGraphs:
             limits = replace(limits, graphs=len(keys))
         chosen = best_plan(problem, limits, goal=goal)
     lists = problem.lists_of(chosen)
-    best_alone: list[float] = []
-    if inputs.worst:
-        lists, best_alone = _least_regret(inputs, lists, limits)
     run = Run(lists, inputs.seen, inputs.times)
     keys = keys_of(lists, inputs.base)
     sizes = set[int]().union(*lists.values())
@@ -152,7 +141,7 @@ def plan_graphs(inputs: PlanInputs) -> PlannedGraphs:
         keys=keys,
         predicted=inputs.costs and inputs.costs.of(keys),
     )
-    return PlannedGraphs(plan, inputs, run, best_alone)
+    return PlannedGraphs(plan, inputs, run)
 
 
 @dataclass(frozen=True)
@@ -166,8 +155,6 @@ class PlanInputs:
         insurance: This share of the steps, below 1, is that of ``Traffic.unseen`` while sizes are
             chosen. Figures of the evidence are of the traffic alone.
         beside: Other traffic, and its share of the steps while sizes are chosen.
-        worst: Minimise the largest regret over the traffics, that is step over best step of as many
-            graphs, not the mean step.
         one_list: All lanes have the same sizes, as far as they may hold them.
         today: The graphs asked for, maybe in another mode.
         any_size: Also above all sizes that were measured or asked for.
@@ -180,7 +167,6 @@ class PlanInputs:
     failed: Mapping[Key, str] = field(default_factory=dict)
     insurance: float = 0.0
     beside: WeightedTraffic = ()
-    worst: bool = False
     one_list: bool = False
     today: Plan | None = None
     any_size: bool = False
@@ -383,38 +369,6 @@ def with_sizes(
     )
 
 
-def _least_regret(
-    inputs: PlanInputs,
-    lists: Lists,
-    limits: Limits,
-) -> tuple[Lists, list[float]]:
-    """The plan with the least largest regret of those that are best for some weights of the loads;
-    and the best step of each load.
-    """
-    loads = [load for load, _ in inputs.loads]
-
-    def best_lists(traffic: Traffic) -> Lists:
-        problem = inputs.priced(traffic)
-        return problem.lists_of(best_plan(problem, limits))
-
-    alone = [inputs.step(best_lists(load), load) for load in loads]
-    weights = 1 / np.array(alone)
-    found = lists
-    least = math.inf
-    for step in range(ROUNDS):
-        steps = [inputs.step(lists, load) for load in loads]
-        regrets = np.divide(steps, alone) - 1
-        if regrets.max() < least:
-            found = lists
-            least = float(regrets.max())
-        apart = regrets - regrets.mean()
-        apart /= max(float(np.abs(apart).max()), EXACT)
-        weights *= np.exp(4 / (1 + step) * apart)
-        weighed = list(zip(loads, weights.tolist(), strict=True))
-        lists = best_lists(inputs.with_others(Traffic.mixed(weighed)))
-    return found, alone
-
-
 def _check_one_graph(
     inputs: PlanInputs,
     limits: Limits,
@@ -456,7 +410,6 @@ class PlannedGraphs:
     """A plan, and all that it was made from.
 
     Attributes:
-        best_alone: The best step of each load, where that was sought.
         for_slo: Whether its number of graphs is the least that holds an SLO.
         unlimited: The plan that may take more memory than the graphs asked for.
         others: Loads that are shown beside those of the inputs, planned for or not.
@@ -465,7 +418,6 @@ class PlannedGraphs:
     plan: Plan
     inputs: PlanInputs
     run: Run
-    best_alone: Sequence[float]
     for_slo: bool = False
     unlimited: PlannedGraphs | None = None
     others: Sequence[Traffic] = ()
@@ -591,7 +543,6 @@ class PlannedGraphs:
             unsure=tuple(unsure),
             unbounded=unbounded,
             padding=run.padding,
-            left_out=_by_lane(self._left_out()),
             failed=_by_lane(inputs.failed.items()),
             insurance=inputs.insurance,
             other_loads=sum(share for _, share in inputs.beside),
@@ -608,7 +559,7 @@ class PlannedGraphs:
         if len(loads) < 2:
             return
         ladder = self._asked
-        for load, alone in zip_longest(loads, self.best_alone):
+        for load in loads:
             theirs = None
             if ladder:
                 theirs = self.inputs.step(ladder.lanes(), load)
@@ -616,7 +567,6 @@ class PlannedGraphs:
                 source=load.source,
                 expected_us=self.inputs.step(self.plan.lanes(), load),
                 ladder_us=theirs,
-                best_us=alone,
             )
 
     @property
@@ -664,36 +614,6 @@ class PlannedGraphs:
                 return self.inputs.point(graphs)
         return None
 
-    def _left_out(self) -> Iterator[tuple[Key, str]]:
-        asked = self._asked
-        for key in asked.keys if asked else ():
-            if key not in self.plan.keys:
-                yield key, self._reason_without(key)
-
-    def _reason_without(self, key: Key) -> str:
-        inputs = self.inputs
-        descriptor = key[1]
-        if descriptor.num_active_loras not in inputs.lora_cases:
-            return CASE
-        if key in inputs.failed:
-            return FAILED
-        lane = Lane.of(*key)
-        size = descriptor.num_tokens
-        lists = self.plan.lanes()
-        lists[lane] = tuple(sorted([*lists.get(lane, ()), size]))
-        run = self._run_of(lists)
-        if not run.runs_in(lane, size).any():
-            return NO_BATCH
-        gain = self.run.expected_us - run.expected_us
-        if gain < WORTH * self._changeable_us:
-            return NO_GRAPH_GAIN
-        broken = self._broken([*self.plan.keys, key])
-        if broken:
-            return ", ".join(map(limit_words, broken))
-        if inputs.config.budget.max_graphs is None:
-            return RULE
-        return LEFT_OUT
-
     def _broken(self, keys: Sequence[Key]) -> tuple[PlanLimit, ...]:
         cost = self.inputs.price(capture_order(keys))
         limits = budget_of(self.inputs.config)  # an SLO or a draft model may lower max_graphs
@@ -736,8 +656,6 @@ class PlannedGraphs:
             most = "no more graphs than suffice without it"
             why = "the budget binds nothing without costs" if self._unbounded else "no budget"
             rule = f"{rule}, with {most}: {suffices}" if given else f"{why}: {suffices}"
-        if inputs.worst:
-            rule += ", with the least regret of the worst load"
         return rule
 
     def _binding(self) -> tuple[PlanLimit, ...]:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from jinja2 import StrictUndefined, Template
 
 from cgplan.modes import Key
-from cgplan.optimizer.evidence import Evidence, PaddingMap, SizeUse
+from cgplan.optimizer.evidence import Evidence, SizeUse
 from cgplan.planning import Plan
 from cgplan.planning.plan import Emission, Lane, Predicted
 from cgplan.reports.layout import Bytes, Column, Fact, Facts, Grid, TextColumn, percent, render
@@ -351,8 +351,6 @@ def _of_plan(plan: Plan) -> Iterator[Section]:
                 Grid(uses, *USES),
                 [chart("bars", "Steps and padding by graph", "graph", "steps", "padding")],
             )
-        if evidence.padding_map:
-            yield _padding_map(evidence.padding_map)
     if plan.keys and not plan.config.get("dims"):
         yield _padding(plan, uses)
 
@@ -387,29 +385,6 @@ def _curve(evidence: Evidence) -> Section:
                 STEP.name,
                 by="plan",
                 line=best,
-            )
-        ],
-    )
-
-
-def _padding_map(found: PaddingMap) -> Section:
-    first, second = (f"{name} up to" for name in found.names)
-    cells = []
-    for size, shares in zip(found.rows, found.shares, strict=True):
-        for other, share in zip(found.columns, shares, strict=True):
-            if share is not None:
-                cells.append((size, other, share))
-    return Section(
-        "Padding",
-        "Share of padding in batches up to each size. An empty cell had no batch.",
-        table_of(cells, {first: count, second: count, "padding": percent}),
-        [
-            chart(
-                "heat",
-                "Padding by size",
-                second,
-                "padding",
-                by=first,
             )
         ],
     )

@@ -18,7 +18,6 @@ from cgplan.optimizer.evidence import (
     Evidence,
     LadderPoint,
     LoadPoint,
-    PaddingMap,
     PlanCheck,
     SizeUse,
     limit_words,
@@ -74,7 +73,6 @@ _WAYS: dict[ReplanWay, str] = {
     "new buffers": "all captured again, into new static buffers: the largest size grew",
 }
 _LANE = TextColumn("lane")
-_WHY = TextColumn("why", "reason")
 _SIZES = TextColumn("sizes", "sizes", describe_sizes)
 _LADDER = TextColumn("ladder", "name")
 GRAPHS = Column("graphs")
@@ -382,7 +380,7 @@ def _answer(
         took = format_microseconds(worst.expected_us)
         took += f" a step, {format_microseconds(worst.ladder_us or 0)} with the graphs asked for"
         limits = ", --".join(evidence.binding).replace("_", "-")
-        remedy = "keep those if these steps matter, or add --scale 1,2,4 --objective worst"
+        remedy = "keep those if these steps matter, or add --scale 1,2,4"
         if limits:
             remedy = f"a larger --{limits} shortens it"
         if "slo" in evidence.binding:
@@ -434,16 +432,13 @@ def _longer(load: LoadPoint) -> float:
 def _loads(loads: Sequence[LoadPoint]) -> RenderableType | None:
     if not loads:
         return None
-    words = "each as this plan runs it"
-    columns = [TextColumn("load", "source"), STEP, Microseconds("ladder", "ladder_us")]
-    if loads[0].best_us is not None:
-        words = "best: as many graphs for that load alone"
-        columns.append(Microseconds("best", "best_us"))
     return figures(
         "Each load",
         loads,
-        *columns,
-        words=[words],
+        TextColumn("load", "source"),
+        STEP,
+        Microseconds("ladder", "ladder_us"),
+        words=["each as this plan runs it"],
     )
 
 
@@ -483,14 +478,6 @@ def _details(evidence: Evidence) -> Iterator[RenderableType | None]:
             (f"{part.lane} {describe_sizes(part.sizes)}", part.reason) for part in evidence.failed
         ]
         yield Facts("Could not be captured, so the plan does without", rows)
-    yield figures(
-        "Left out, of the sizes that the configuration has without traffic",
-        evidence.left_out,
-        _LANE,
-        _SIZES,
-        _WHY,
-        words=["each added alone; no gain: steps get less than 0.01% shorter"],
-    )
     if evidence.uses:
         least = sorted((use.share for use in evidence.uses), reverse=True)[:MOST_USES][-1]
         used = [use for use in evidence.uses if use.share >= least]
@@ -502,24 +489,6 @@ def _details(evidence: Evidence) -> Iterator[RenderableType | None]:
             *USES,
             words=more,
         )
-    if evidence.padding_map:
-        yield _padding_map(evidence.padding_map)
-
-
-def _padding_map(found: PaddingMap) -> RenderableType | None:
-    first, second = found.names
-    sizes = "".join(f"{size:>5}" for size in found.columns)
-    lines = [Text(f"{first:>10} |{sizes}  {second}")]
-    for size, shares in zip(found.rows, found.shares, strict=True):
-        line = Text(f"{size:>10} |")
-        for share in shares:
-            if share is None:
-                line.append(" " * 5)
-                continue
-            cool = round(255 * (1 - share))
-            line.append(f"{share:.0%}".rjust(5), f"black on rgb(255,{cool},{cool})")
-        lines.append(line)
-    return titled(f"Padding of the batches up to each {first} and {second}", *lines)
 
 
 def _assumptions(plan: Plan, evidence: Evidence) -> Iterator[Fact]:

@@ -428,7 +428,6 @@ def test_three_dimensions_and_one() -> None:
     )
     assert boxes_of(one.evidence) in ({(3,), (8,)}, {(7,), (8,)})
     assert one.evidence.expected_us.plan == pytest.approx((7 + 35 + 8) / 7)
-    assert one.evidence.padding_map is None
 
 
 def test_batches_without_a_graph_are_told() -> None:
@@ -454,15 +453,6 @@ def test_a_size_that_an_input_has_twice_counts_twice(height: str) -> None:
     padding = 1 - (64**2 + 96**2) / (2 * 96**2)
     assert [use.padding for use in one.uses] == [pytest.approx(padding)]
     assert one.padding == pytest.approx(padding)
-    assert one.padding_map is not None
-    assert one.padding_map.shares[0][0] == pytest.approx(1 - (64 / 96) ** 2)
-
-
-def test_padding_is_mapped() -> None:
-    found = evidence_of({(1, 100): 3, (2, 100): 1, (2, 50): 2}, 1).padding_map
-    assert found is not None
-    assert (found.names, found.rows, found.columns) == (("batch", "length"), (1, 2), (50, 100))
-    assert found.shares == ((None, 0.5), (0.5, 0.0))
 
 
 def test_the_plan_captures_its_boxes() -> None:

@@ -18,7 +18,6 @@ from plans import Costs, lists_of, plan_of, propose
 from cgplan.config import BudgetConfig, Config
 from cgplan.errors import BudgetError
 from cgplan.modes import CUDAGraphMode, Key
-from cgplan.optimizer import paths as paths_module
 from cgplan.optimizer.paths import best_paths
 from cgplan.optimizer.problem import (
     Chosen,
@@ -213,27 +212,21 @@ BUDGETS = st.builds(
     weights=st.lists(st.lists(st.integers(0, 5), min_size=40, max_size=40), min_size=3, max_size=3),
     prices=st.none() | st.lists(st.integers(0, 9), min_size=40, max_size=40),
     number=st.integers(1, 40),
-    few=st.sampled_from([0, paths_module.FEW]),
 )
 def test_paths_are_the_least_of_all(
     rises: list[list[int]],
     weights: list[list[int]],
     prices: list[int] | None,
     number: int,
-    few: int,
 ) -> None:
-    """The table of few sizes and divide and conquer against the recurrence as it is written, for kinds of
-    batches that share sizes.
-    """
+    """Against the recurrence as it is written, for kinds of batches that share sizes."""
     graphs, kinds = 6, len(rises)
     sums, times = (
         np.array([[0.0, *np.cumsum(row[:number])] for row in rows[:kinds]], dtype=np.float64)
         for rows in (weights, rises)
     )
     price = 0.0 if prices is None else np.array([0.0, *prices[:number]])
-    with pytest.MonkeyPatch.context() as changed:
-        changed.setattr(paths_module, "FEW", few)
-        paths = best_paths(sums, times, graphs, price)
+    paths = best_paths(sums, times, graphs, price)
     steps = ((sums[:, None, :] - sums[:, :, None]) * times[:, None, :]).sum(0)
     steps = (steps + price).tolist()  # [from, to]
 

@@ -13,7 +13,7 @@ import pytest
 from audits import HOSTILE, audit_report
 from saved import SAVED, golden_report, plan_named
 
-from cgplan.optimizer.evidence import Evidence, PaddingMap
+from cgplan.optimizer.evidence import Evidence
 from cgplan.planning.engines import with_emission
 from cgplan.reports import Report, load_report, render_text
 from cgplan.reports.html import UNITS, html_of, page_of
@@ -369,25 +369,6 @@ def test_a_page_says_where_its_figures_are_from() -> None:
     assert plan["traffic"] == "hist.csv: histogram: 1,275 steps"
     assert plan["step times"] == "times.csv"
     assert plan["costs"].startswith("measured: a capture of 12 keys on AMD EPYC")
-
-
-def test_boxes_have_a_map_of_their_padding() -> None:
-    plan = plan_named("plan_traffic")
-    found = PaddingMap(
-        names=("rows", "length"),
-        rows=(1, 4),
-        columns=(64, 128),
-        shares=((0.5, None), (0.25, 0.125)),
-    )
-    evidence = Evidence.model_validate(plan.evidence).model_copy(update={"padding_map": found})
-    plan = plan.model_copy(
-        update={
-            "evidence": evidence.model_dump(),
-            "config": {**plan.config, "dims": {"length": {}}},
-        }
-    )
-    (padding,) = [section for section in page_of(plan).sections if section.title == "Padding"]
-    assert padding.table.rows == [(1, 64, 0.5), (4, 64, 0.25), (4, 128, 0.125)]
 
 
 def test_a_file_loads_nothing_and_runs_its_own_scripts_alone() -> None:
