@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from cgplan.config import Config
 from cgplan.errors import ReportError
 from cgplan.modes import CUDAGraphMode, Key
-from cgplan.planning.plan import KeyCost, Plan, Predicted, build_plan, lora_cases, resolve_mode
+from cgplan.planning.plan import KeyCost, Predicted, build_plan, lora_cases, resolve_mode
 from cgplan.planning.vllm_log import StartLog
 from cgplan.units import counted, format_bytes, grouped
 
@@ -408,38 +408,6 @@ def representative_keys(
         for size in (small, bend, max(by_size)):
             chosen.add(by_size[size])
     return tuple(key for key in keys if key in chosen)
-
-
-@dataclass(frozen=True)
-class CaseCost:
-    """What one LoRA case adds to a plan; None: not known."""
-
-    num_active_loras: int
-    graphs: int
-    bytes: int | None
-    seconds: float | None
-
-
-def case_costs(
-    plan: Plan,
-    costs: GraphCosts | None,
-) -> tuple[CaseCost, ...]:
-    """The marginal cost of each LoRA case; they do not add up, because cases share memory."""
-    if plan.max_loras is None:
-        return ()
-    whole = costs and costs.of(plan.keys)
-    found = []
-    for case in plan.lora_cases:
-        rest = [key for key in plan.keys if key[1].num_active_loras != case]
-        nbytes = None
-        seconds = None
-        if costs and whole:
-            others = costs.of(rest)
-            nbytes = whole.total_bytes - others.total_bytes
-            seconds = whole.seconds - others.seconds
-        graphs = len(plan.keys) - len(rest)
-        found.append(CaseCost(case, graphs, nbytes, seconds))
-    return tuple(found)
 
 
 def interpolate(

@@ -21,7 +21,6 @@ from cgplan.pricing import (
     CachingPool,
     GraphCosts,
     MeasuredKey,
-    case_costs,
     interpolate,
     representative_keys,
     round_size,
@@ -326,47 +325,6 @@ def test_a_report_of_one_mode_says_how_it_prices_the_other() -> None:
 def test_a_report_without_node_counts_spreads_the_driver_over_keys() -> None:
     costs = GraphCosts.from_report(a_report(nodes=None), CONFIG)
     assert costs.driver_bytes(key(8)) == MIB
-
-
-def test_what_each_lora_case_adds() -> None:
-    """Cases share the pool and what the first graph brings; each has its own keys."""
-    config = validate_config(
-        {
-            "compilation": {"cudagraph_mode": "FULL", "cudagraph_capture_sizes": [1, 8]},
-            "lora": {"max_loras": 2, "specialize_active_lora": True},
-        }
-    )
-    plan = build_plan(config)
-    keys = [
-        MeasuredKey(FULL, case, size, MIB * (2 if case else 1), 0.25 if case else 0.125)
-        for case in (0, 3)
-        for size in (1, 8)
-    ]
-    costs = GraphCosts(
-        keys, {FULL: [(1, MIB), (8, 8 * MIB)]}, config, source="by hand", workspace_bytes=32 * MIB
-    )
-    found = case_costs(plan, costs)
-    assert [(case.num_active_loras, case.graphs) for case in found] == [
-        (0, 2),
-        (1, 2),
-        (2, 2),
-        (3, 2),
-    ]
-    assert [case.bytes for case in found] == [2 * MIB, *[4 * MIB] * 3]
-    assert [case.seconds for case in found] == [0.25, *[0.5] * 3]
-    assert {(case.bytes, case.seconds) for case in case_costs(plan, None)} == {(None, None)}
-    assert case_costs(build_plan(CONFIG), costs) == ()
-    one = {
-        "cudagraph_mode": "FULL",
-        "cudagraph_capture_sizes": [1],
-        "cudagraph_specialize_lora": False,
-    }
-    alone = case_costs(
-        build_plan(validate_config({"compilation": one, "lora": {"max_loras": 2}})), costs
-    )
-    assert [(case.num_active_loras, case.graphs, case.bytes) for case in alone] == [
-        (3, 1, (1 + 2 + 32) * MIB)
-    ]
 
 
 def test_what_a_plan_predicts_prices_other_sizes_as_its_costs_did() -> None:

@@ -20,7 +20,7 @@ from cgplan.optimizer.subset import within_count
 from cgplan.planning import Plan, build_plan
 from cgplan.planning.engines import VllmConfig, describe_batches, emit, with_emission
 from cgplan.planning.vllm_log import StartLog, lowered, without_graphs
-from cgplan.pricing import GraphCosts, case_costs
+from cgplan.pricing import GraphCosts
 from cgplan.reports import load_plan, render
 from cgplan.reports.layout import (
     Facts,
@@ -30,7 +30,7 @@ from cgplan.reports.layout import (
     describe_sizes,
     titled,
 )
-from cgplan.reports.plan_tables import case_table, lane_table, predicted_by
+from cgplan.reports.plan_tables import lane_table, predicted_by
 from cgplan.units import format_bytes
 
 _LOG = "Give the log of a start of vLLM with CUDA graphs, at its usual level INFO."
@@ -63,8 +63,6 @@ def inspect_config(request: InspectRequest, vllm: VllmConfig | None) -> None:
         typer.echo(plan.model_dump_json(indent=2))
         return
     parts = [render(plan), lane_table(plan)]
-    if plan.max_loras is not None and plan.keys:
-        parts.append(case_table(case_costs(plan, costs), plan.max_loras))
     if request.split:
         parts.append(_split_of(loaded))
     rows = origin_rows(loaded, plan)

@@ -567,7 +567,6 @@ class _BoxProblem:
             seconds=None if paid is None else paid.seconds,
             expected_us=float(self._weights @ took) / self._total,
             padding=1 - self._real.sum() / (self._weights @ ran),
-            unused=len(boxes) - np.unique(runs).size,
         )
 
     def _ladders(self) -> dict[str, Ints]:
@@ -631,7 +630,6 @@ class _BoxProblem:
                 seconds=own.seconds and 0.0,
                 expected_us=eager,
                 padding=0.0,
-                unused=0,
                 no_gain=eager <= near,
             )
             ladders.append(no_graph)

@@ -474,7 +474,8 @@ class Planner:
         for planned, miss in by_mode.values():
             if planned is not best:
                 own = planned.run.expected_us
-                took = f"{format_microseconds(own)} a step ({own / step - 1:+.2%})"
+                longer = own / step - 1
+                took = f"{format_microseconds(own)} a step ({longer:+.2%})"
                 if self._requests:
                     took += " of its own batches"
                 if miss and miss.holds:
@@ -569,9 +570,11 @@ class Planner:
             is_short = made.run.expected_us <= longest
             return miss.holds and is_short
 
-        if first.holds or holds_with(config.budget.max_graphs or MOST_FOR_SLO):
+        most = config.budget.max_graphs or MOST_FOR_SLO
+        if first.holds or holds_with(most):
             enough = MOST_FOR_SLO
-        most = min(enough, found[-1][0].plan.num_graphs)
+        last, _ = found[-1]
+        most = min(enough, last.plan.num_graphs)
         numbers: Sequence[int] = range(1, most, 4 if self._is_large else 1)
         if not any(miss.holds for _, miss in found):
             numbers = [1 << power for power in range((most - 1).bit_length())]

@@ -59,24 +59,18 @@ class ParetoPoint(Record):
     seconds: float | None = None
 
 
-class LadderPoint(ParetoPoint):
+class LadderPoint(ParetoPoint, extra="ignore"):
     """A ladder, the sizes that the configuration lists, the graphs asked for in another mode, or no
     graph (``EAGER_ROW``).
 
     Attributes:
-        unused: Graphs that run no batch.
         drafts: Graphs of a draft model, which ``graphs`` does not count.
-        equal, alike: The plan with the fewest graphs that is no slower, or at most 0.1%; None
-            beyond the curve.
         no_gain: Steps are within 1% of the bound.
         decode_us, mixed_us: As in ``Expected``.
     """
 
     name: str
     padding: float
-    unused: int
-    equal: ParetoPoint | None = None
-    alike: ParetoPoint | None = None
     no_gain: bool = False
     decode_us: float | None = None
     mixed_us: float | None = None
@@ -252,5 +246,5 @@ class Evidence(Record, extra="ignore"):
         own = self.model_dump(include={"graphs", "bytes", "seconds", "padding"})
         expected = self.expected_us.model_dump(include={"decode_us", "mixed_us"})
         return LadderPoint.model_construct(
-            name=name, expected_us=self.expected_us.plan, unused=0, **own, **expected
+            name=name, expected_us=self.expected_us.plan, **own, **expected
         )

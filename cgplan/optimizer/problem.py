@@ -330,22 +330,6 @@ class Candidates:
         graphs: Floats = self.key_costs[0]
         return graphs.astype(int)
 
-    @cached_property
-    def alike(self) -> Ints:
-        """The last candidate up to which all take and cost as much as each."""
-        figures = np.concatenate([self.times, self.key_costs])
-        is_other = (figures[:, 1:] != figures[:, :-1]).any(axis=0)
-        width = self.sizes.size
-        ends = np.append(
-            np.flatnonzero(is_other),
-            width - 1,
-        )
-        at = np.searchsorted(
-            ends,
-            np.arange(width),
-        )
-        return ends[at]
-
     def paths(
         self,
         weights: Floats,

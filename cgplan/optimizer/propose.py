@@ -592,27 +592,17 @@ class PlannedGraphs:
     ) -> LadderPoint:
         inputs = self.inputs
         run = self._run_of(plan.lanes())
-        step = run.expected_us
         near = inputs.problem_of_seen.infinite_us + NO_GAIN * self._changeable_us
         return point_of(
             name,
             plan,
             run,
             **inputs.price(plan.keys),
-            equal=self._point_within(step),
-            alike=self._point_within(step + ALIKE * self._changeable_us),
-            no_gain=step <= near,
+            no_gain=run.expected_us <= near,
         )
 
     def _run_of(self, lists: Lists) -> Run:
         return Run(lists, self.run.traffic, self.run.times)
-
-    def _point_within(self, expected_us: float) -> ParetoPoint | None:
-        goal = expected_us * (1 + 1e-9)
-        for graphs, step in enumerate(self.inputs.steps_us):
-            if step <= goal:
-                return self.inputs.point(graphs)
-        return None
 
     def _broken(self, keys: Sequence[Key]) -> tuple[PlanLimit, ...]:
         cost = self.inputs.price(capture_order(keys))
@@ -763,13 +753,10 @@ class PlannedGraphs:
 
 
 def point_of(name: str, plan: Plan, run: Run, **more: Any) -> LadderPoint:
-    graphs = len(plan.keys)
-    used = [use for use in run.uses if use.size is not None]
     return LadderPoint(
         name=name,
-        graphs=graphs,
+        graphs=len(plan.keys),
         drafts=len(plan.draft_keys),
-        unused=graphs - len(used),
         expected_us=run.expected_us,
         padding=run.padding,
         **run.by_kind,

@@ -211,19 +211,9 @@ class Search:
         return self.chosen(min(graphs, fewest))
 
     def chosen(self, graphs: int) -> Chosen:
-        """The plan of at most so many graphs. Each size but the largest is in favour of the largest
-        one below the next that takes and costs as much.
-        """
+        """The plan of at most so many graphs."""
         last = len(self._plans) - 1
-        plan = self._plans[min(graphs, last)]
-        found = []
-        for lane, picked in zip(self.problem.lanes, plan, strict=True):
-            sizes = list(picked)
-            for n, above in enumerate(picked[1:]):
-                last = int(lane.alike[sizes[n]])
-                sizes[n] = min(last, above - 1)
-            found.append(tuple(sizes))
-        return tuple(found)
+        return self._plans[min(graphs, last)]
 
     def _in_turns(self) -> Floats:
         """Totals by graphs, see Note [Lanes]."""

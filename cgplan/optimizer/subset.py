@@ -3,8 +3,8 @@ allows.
 
 Note [Spread]
     Without traffic, batches of every size up to a lane's largest count as equally frequent. A lane
-    keeps its largest size, and those with which batches are padded least. The next graph goes to
-    the lane where it saves most: each saves less than the one before. Of more lanes than graphs
+    keeps its largest size, and the other graphs are those with which batches are padded least, of
+    the mean of all lanes. Of more lanes than graphs
     those stay that serve most kinds of batches. With several sizes each lane has as many boxes.
 """
 
@@ -81,7 +81,9 @@ def within_count(
     most = config.budget.max_graphs
     if most is None or len(plan.keys) <= most or config.compilation.is_lazy:
         return plan
-    keys = _one_list(plan, most) if one_list else spread(plan, plan.keys, most)
+    keys = spread(plan, plan.keys, most)
+    if one_list:
+        keys = _one_list(plan, most)
     part = restricted(plan, keys, config)
     note = (
         f"budget.max_graphs = {most} keeps {len(part.keys)} of {len(plan.keys)} keys: the largest, "
@@ -101,14 +103,13 @@ def spread(
     """
     if len(keys) <= most:
         return tuple(keys)
-    pairs = [(Lane.of(*key), key) for key in keys]
-    groups = grouped(pairs)
+    groups = grouped((Lane.of(*key), key) for key in keys)
     lanes = sorted(groups, key=attrgetter("uniform"))
     lanes.sort(key=attrgetter("num_active_loras"), reverse=True)
-    lanes = lanes[:most]
-    kept = set[Key]()
+    lanes = sorted(lanes[:most], key=attrgetter("uniform"), reverse=True)
     import numpy as np
 
+    kept = set[Key]()
     if len(plan.dim_names) > 1:
         from cgplan.optimizer.boxes import least_padded
 
@@ -116,42 +117,32 @@ def spread(
         for lane in lanes:
             own = groups[lane]
             boxes = [descriptor.box for _, descriptor in own]
-            chosen = least_padded(np.array(boxes), share)
-            kept.update(own[index] for index in chosen)
-        return tuple(key for key in keys if key in kept)
-    from cgplan.optimizer.paths import best_paths
+            found = least_padded(np.array(boxes), share)
+            kept.update(own[index] for index in found)
+    else:
+        from cgplan.optimizer.paths import best_paths
 
-    padding = {}
-    gains = []  # rows of padding that one more graph of a lane saves a batch, on average
-    for place, lane in enumerate(lanes):
-        own = groups[lane]
-        own.sort(key=_tokens_of)
-        stride = plan.query_len if lane.uniform else 1
-        sizes = np.array([0, *map(_tokens_of, own)]) / stride
-        rows = sizes[None]
+        # one path for all lanes, each so far above the one before that its largest size stays
+        apart = len(lanes) * plan.max_capture_size
+        ordered = []
+        weights = [0.0]
+        rows = [0.0]
+        for place, lane in enumerate(lanes):
+            stride = plan.query_len if lane.uniform else 1
+            own = sorted(groups[lane], key=_tokens_of)
+            largest = _tokens_of(own[-1])
+            for key in own:
+                size = _tokens_of(key)
+                ordered.append(key)
+                weights.append(place + size / largest)
+                rows.append(place * apart + size / stride)
         paths = best_paths(
-            rows,
-            rows,
+            np.array([weights]),
+            np.array([rows]),
             most,
         )
-        padding[lane] = paths
-        cost = paths.cost[1 : len(own) + 1, -1]
-        less = -np.diff(cost) / sizes[-1]
-        for gain in less.tolist():
-            gains.append(
-                (
-                    gain,
-                    lane.uniform,
-                    -place,
-                )
-            )
-    gains.sort(reverse=True)
-    more = [-place for _, _, place in gains[: most - len(lanes)]]
-    for place, lane in enumerate(lanes):
-        own = groups[lane]
-        number = 1 + more.count(place)
-        for index in padding[lane].sizes(number, len(own)):
-            kept.add(own[index - 1])
+        chosen = paths.sizes(most, len(ordered))
+        kept.update(ordered[index - 1] for index in chosen)
     return tuple(key for key in keys if key in kept)
 
 

@@ -7,8 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import groupby, pairwise
-from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -53,9 +52,6 @@ from cgplan.units import (
     from_to,
     grouped,
 )
-
-if TYPE_CHECKING:
-    from cgplan.pricing import CaseCost
 
 MOST_LADDERS = 4
 MOST_PADDING_ROWS = 12
@@ -170,14 +166,17 @@ def _more_rows(plan: Plan) -> Iterator[Fact]:
 
 def said(plan: Plan, brief: bool = False) -> list[Fact]:
     evidence = plan.evidence or {}
-    notes = [*(plan.predicted.notes if plan.predicted else ()), *plan.notes]
+    notes = [*plan.notes]
+    if plan.predicted:
+        notes = [*plan.predicted.notes, *notes]
     for name in ("notes", "traffic_notes", "times_notes"):
         notes += evidence.get(name, ())
     warnings = [*plan.warnings, *plan.lint]
     for name in ("unsure", "warnings"):
         warnings += evidence.get(name, ())
-    found = *evidence.get("decided", ()), *evidence.get("decisions", ())
-    weighed = labelled("weighed", found)
+    weighed = []
+    for name in ("decided", "decisions"):
+        weighed += labelled("weighed", evidence.get(name, ()))
     notes = [text for text in notes if text not in warnings]
     told = labelled("warning", warnings) + labelled("note", notes)
     shown = max(MOST_SAID - len(weighed), len(warnings))
@@ -293,31 +292,6 @@ def lane_table(plan: Plan) -> RenderableType | None:
     )
 
 
-def case_table(cases: Sequence[CaseCost], max_loras: int) -> RenderableType | None:
-    words = "what the plan would save without that case alone; cases share the pool"
-    if any(case.bytes is None for case in cases):
-        words = (
-            "memory and start-up are not known: give --costs FILE, --costs estimate or --costs "
-            "measure"
-        )
-    adapters = TextColumn(
-        "active adapters",
-        lambda case: "any number" if case.num_active_loras > max_loras else case.num_active_loras,
-    )
-    return figures(
-        "What each LoRA case adds",
-        cases,
-        adapters,
-        GRAPHS,
-        *_COSTS,
-        words=[
-            words,
-            "no setting drops one case alone: specialize_active_lora and cudagraph_specialize_lora "
-            "give all",
-        ],
-    )
-
-
 # --- padding --------------------------------------------------------------------------------------
 
 
@@ -403,7 +377,14 @@ def _answer(
     yield Facts(_headline(plan, evidence), rows)
     yield _ladders(evidence, whole)
     if whole or not evidence.other_loads:
-        yield _loads(evidence.loads)
+        yield figures(
+            "Each load",
+            evidence.loads,
+            TextColumn("load", "source"),
+            STEP,
+            Microseconds("ladder", "ladder_us"),
+            words=["each as this plan runs it"],
+        )
     extrapolated = []
     if any(point.service.unmeasured for point in evidence.service):
         shares = ", ".join(f"{point.service.unmeasured:.1%}" for point in evidence.service)
@@ -429,19 +410,6 @@ def _longer(load: LoadPoint) -> float:
     return load.expected_us / (load.ladder_us or load.expected_us) - 1
 
 
-def _loads(loads: Sequence[LoadPoint]) -> RenderableType | None:
-    if not loads:
-        return None
-    return figures(
-        "Each load",
-        loads,
-        TextColumn("load", "source"),
-        STEP,
-        Microseconds("ladder", "ladder_us"),
-        words=["each as this plan runs it"],
-    )
-
-
 def _details(evidence: Evidence) -> Iterator[RenderableType | None]:
     if evidence.pareto:
         ends = (evidence.pareto[0].graphs, evidence.pareto[-1].graphs, evidence.graphs)
@@ -457,20 +425,6 @@ def _details(evidence: Evidence) -> Iterator[RenderableType | None]:
             words=[
                 "for the batches and mode of this plan, without graphs of a draft model or "
                 "limits of memory and time; other graphs have other batches"
-            ],
-        )
-        yield figures(
-            "Fewest graphs that do as well as a ladder",
-            list(filter(attrgetter("graphs"), evidence.ladders)),
-            _LADDER,
-            GRAPHS,
-            Column("unused"),
-            Column("equal", "equal.graphs"),
-            Column("within 0.1%", "alike.graphs"),
-            words=[
-                "unused: graphs that run no batch",
-                "equal: the fewest with a step as short; within 0.1%: at most 0.1% longer; both of "
-                "the traffic alone, the plan has graphs for unseen sizes and loads, too",
             ],
         )
     if evidence.failed:
@@ -664,10 +618,14 @@ def render_difference(
 
 @render.register
 def _side_by_side(both: Beside) -> RenderableType:
-    plans = [report for report in both.reports.values() if isinstance(report, Plan)]
+    reports = both.reports.values()
+    plans = [report for report in reports if isinstance(report, Plan)]
     if len(plans) > 1:
         return render_difference(compare(*plans), *both.reports)
-    return stacked(*[titled(file, render(report)) for file, report in both.reports.items()])
+    parts = []
+    for file, report in both.reports.items():
+        parts.append(titled(file, render(report)))
+    return stacked(*parts)
 
 
 def _both(change: FieldChange) -> str:

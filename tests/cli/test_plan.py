@@ -1873,20 +1873,13 @@ def test_plan_says_that_its_costs_are_another_configurations(home: Path) -> None
     assert note in evidence["costs_notes"]
 
 
-def test_inspect_shows_what_each_lora_case_adds_and_sums_costs_up_by_lane(home: Path) -> None:
+def test_inspect_sums_costs_up_by_lane(home: Path) -> None:
     asked = (*INSPECT, *settings("lora.max_loras=2"))
     shown = good(*asked).stdout
-    assert "What each LoRA case adds" in shown
-    assert "no setting drops one case alone" in shown
-    assert re.search(r"^0 +3 +- +-$", shown, re.MULTILINE)
-    assert re.search(r"^any number +3 +- +-$", shown, re.MULTILINE)
-    assert "give --costs FILE, --costs estimate or --costs measure" in shown
     assert "Cost of each lane" not in shown
     captured("lora.max_loras=2")
     for source in ("estimate", "measure", "run.json"):
         shown = good(*asked, "--costs", source).stdout
-        assert re.search(r"^any number +3 +[\d.]+ \w+ +[\d.]+ [mu]?s$", shown, re.MULTILINE)
-        assert "what the plan would save without that case alone" in shown
         plan = plan_of(*asked, "--costs", source)
         assert plan.predicted is not None
         assert len(plan.predicted.keys) == 6
@@ -1899,7 +1892,6 @@ def test_inspect_shows_what_each_lora_case_adds_and_sums_costs_up_by_lane(home: 
         )
         assert row, shown
         assert row[1] == format_bytes(pool[case])
-    assert "What each LoRA case adds" not in good(*INSPECT, "--costs", "run.json").stdout
 
 
 def test_a_log_without_captures_is_no_source_of_costs(home: Path) -> None:
