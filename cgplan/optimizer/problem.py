@@ -25,7 +25,7 @@ from collections.abc import (
 )
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -34,8 +34,6 @@ from cgplan.optimizer.evidence import SizeUse
 from cgplan.optimizer.paths import (
     Floats,
     Ints,
-    Paths,
-    best_paths,
 )
 from cgplan.planning.plan import (
     Lane,
@@ -226,13 +224,21 @@ class Run(Steps):
         """The share of the steps that run at sizes larger than those whose times were measured."""
         beyond = np.zeros_like(self.missed)
         for lane, here in self._parts:
-            most = self.times.measured_to(lane.mode, lane.num_active_loras)
+            most = self.times.measured_to(
+                lane.mode,
+                lane.num_active_loras,
+            )
             beyond[here] = self._size[here] > most
-        return float(self.weights[beyond].sum() / self.weights.sum())
+        share = self.weights[beyond].sum() / self.weights.sum()
+        return float(share)
 
     @property
     def expected_us(self) -> float:
-        return float(np.average(self.microseconds, weights=self.weights))
+        mean = np.average(
+            self.microseconds,
+            weights=self.weights,
+        )
+        return float(mean)
 
     @property
     def by_kind(self) -> dict[str, Any]:
@@ -330,69 +336,31 @@ class Candidates:
         graphs: Floats = self.key_costs[0]
         return graphs.astype(int)
 
-    def paths(
-        self,
-        weights: Floats,
-        graphs: int,
-        prices: Prices,
-    ) -> Paths:
-        return best_paths(
-            weights,
-            self.times,
-            graphs,
-            price=prices.of(self),
-            each=self.each,
-        )
-
-
-class Prices(NamedTuple):
-    """Microseconds, times weight, of a byte and of a second."""
-
-    byte: float
-    second: float
-
-    def of(self, lane: Candidates) -> Any:
-        """The price of each candidate, but for pool and static buffers."""
-        _, driver, seconds = lane.key_costs
-        return self.total(driver, seconds)
-
-    def total(
-        self,
-        memory: Any,
-        seconds: Any,
-    ) -> Any:
-        of_memory = self.byte * memory
-        return of_memory + self.second * seconds
-
 
 @dataclass(frozen=True, eq=False)
 class Demand:
-    """Batches that try the same lanes. Sums are cumulative over ``tokens``: [n + 1], 0 first.
+    """Batches that try the same lanes, by their sizes: [n].
 
     Attributes:
         lanes: Indices of the lanes that may serve them, in the order in which they are tried.
-        tokens: Sizes of the batches, ascending: [n].
+        tokens: Sizes of the batches, ascending.
         slowest: The longest eager step up to those sizes: [n + 1], 0 first.
+        weights: Of the batches of each size.
         eager: Weights times microseconds of eager steps.
-        best: Weights times the least microseconds of any lane or an eager step.
         row: Of ``Candidates.times``.
     """
 
     lanes: tuple[int, ...]
     tokens: Ints
     slowest: Floats
-    weight: Floats
+    weights: Floats
     eager: Floats
-    best: Floats
     row: int = 0
 
     @cached_property
-    def each_weight(self) -> Floats:
-        return np.diff(self.weight, prepend=0.0)
-
-    @cached_property
-    def each_eager(self) -> Floats:
-        return np.diff(self.eager, prepend=0.0)
+    def weight(self) -> Floats:
+        """Up to each size: [n + 1], 0 first."""
+        return np.append(0.0, self.weights.cumsum())
 
     def below(self, sizes: Ints) -> Ints:
         """How many entries of ``tokens`` each size holds."""
@@ -401,21 +369,25 @@ class Demand:
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """Everything that a search needs to know.
+    """Everything that a search needs to know. Totals are microseconds, times weight.
 
     Attributes:
         plan: With bounds.
         lanes: In the order in which they are tried.
-        eager_us: Weight times microseconds of the batches that no lane may serve.
         weight: Of all batches.
+        eager_total: Of eager steps.
+        best_total: If every batch had a graph of its own size, and ran in its best mode.
+        changeable: The same, of the batches that graphs make faster: what shares refer to.
         workspace, once: Bytes and seconds that the first graph brings with it.
     """
 
     plan: Plan
     lanes: tuple[Candidates, ...]
     demands: tuple[Demand, ...]
-    eager_us: float
     weight: float
+    eager_total: float
+    best_total: float
+    changeable: float
     workspace: float = 0.0
     once: float = 0.0
 
@@ -425,37 +397,11 @@ class Problem:
 
     @property
     def infinite_us(self) -> float:
-        """Mean microseconds of a step if every batch had a graph of its own size, and ran in its
-        best mode.
-        """
         return self.best_total / self.weight
-
-    @property
-    def best_total(self) -> float:
-        least = [float(demand.best[-1]) for demand in self.demands]
-        return self.eager_us + sum(least)
-
-    @property
-    def eager_total(self) -> float:
-        eager = [float(demand.eager[-1]) for demand in self.demands]
-        return self.eager_us + sum(eager)
 
     @property
     def saved(self) -> float:
         return self.eager_total - self.best_total
-
-    @property
-    def changeable(self) -> float:
-        """Microseconds, times weight, of the batches that graphs make faster, at their best: what
-        shares refer to.
-        """
-        total = 0.0
-        for demand in self.demands:
-            best = np.diff(demand.best, prepend=0.0)
-            is_faster = best < demand.each_eager
-            faster = best[is_faster]
-            total += float(faster.sum())
-        return total
 
     @cached_property
     def holds(self) -> list[list[Ints]]:
@@ -476,7 +422,7 @@ class Problem:
         """
         lane = self.lanes[n]
         weights = np.zeros(lane.times.shape)
-        beyond = np.full(lane.sizes.size, self.eager_us)
+        beyond = np.zeros(lane.sizes.size)
         for number, demand in enumerate(self.demands):
             now, before = self._now(number, others)
             beyond += now[-1]
@@ -498,8 +444,7 @@ class Problem:
         tokens; and of each lane how many batch sizes those before it run.
         """
         demand = self.demands[number]
-        spent = demand.each_eager.copy()
-        weight = demand.each_weight
+        spent = demand.eager.copy()
         passed = 0
         before = {}
         for n in demand.lanes:
@@ -509,14 +454,14 @@ class Problem:
             for index in chosen[n]:
                 held = int(holds[index])
                 if held > passed:
-                    ran = slice(passed + 1, held + 1)
+                    ran = slice(passed, held)
                     time = lane.times[demand.row, index]
-                    spent[ran] = weight[ran] * time
+                    spent[ran] = demand.weights[ran] * time
                     passed = held
-        return spent.cumsum(), before
+        return np.append(0.0, spent.cumsum()), before
 
     def total_of(self, chosen: Chosen) -> float:
-        total = self.eager_us
+        total = 0.0
         for number in range(len(self.demands)):
             now, _ = self._now(number, chosen)
             total += float(now[-1])
@@ -608,118 +553,122 @@ def problem_of(
 
     Raises StepTimeError where step times of a lane's mode, or of eager steps, are missing.
     """
-    batches, weights = traffic.columns
-    offers = []
-    serves = []
-    has_graphs = False
-    for lane in lanes:
-        may = lane.serves(batches.uniform, batches.num_active_loras, traffic.apart)
-        has_graphs |= bool(may.any())
-        if one_list or may.any():
+    run = Run({}, traffic, times)
+    eager = run.microseconds
+    best = eager.copy()
+    tokens = run.batches.num_tokens.astype(int)
+    serves = [run.serves(lane, run.batches) for lane in lanes]
+    shared, _ = list_stride(lanes, plan)
+    offers: list[_Offer] = []
+    tried: list[tuple[int, ...]] = [()] * tokens.size
+    for lane, may in zip(lanes, serves, strict=True):
+        if may.any() or (one_list and np.any(serves)):
             alike = lanes if one_list else [lane]
-            measured = [times.measured_at(one.mode, one.num_active_loras)[-1] for one in alike]
-            allowed = plan.largest_allowed or max(asked_to, *measured)
+            largest = asked_to
+            for one in alike:
+                measured = times.measured_at(one.mode, one.num_active_loras)
+                largest = max(largest, measured[-1])
+            allowed = plan.largest_allowed or largest
+            stride = stride_of(lane, plan)
             offer = _Offer(
                 lane,
-                stride_of(lane, plan),
+                shared if one_list else stride,
                 min(largest_of(lane, plan), allowed),
                 times,
                 plan,
                 costs,
             )
+            rounded = _rounded(tokens, stride)
+            fits = may & (rounded <= offer.largest)
+            best[fits] = np.minimum(best[fits], offer.time(rounded[fits]))
+            for row in np.flatnonzero(may).tolist():
+                tried[row] = (*tried[row], len(offers))
             offers.append(offer)
-            serves.append(may.tolist())
-    served = list(zip(*serves, strict=True))
-    if not served:
-        served = [()] * weights.size
-    groups = grouped(zip(served, range(weights.size), strict=True))
     demands = []
-    eager_us = 0.0
+    groups = grouped((on, row) for row, on in enumerate(tried))
     for on, rows in groups.items():
-        own = StepShape._make(column[rows] for column in batches)
-        tried = tuple(np.flatnonzero(on).tolist())
         demand = _demand(
-            tried,
-            own,
-            weights[rows],
-            offers,
-            times,
+            on,
+            tokens[rows],
+            run.weights[rows],
+            eager[rows],
         )
-        if tried:
-            demands.append(demand)
-        else:
-            eager_us += float(demand.eager[-1])
+        demands.append(demand)
+    found = _lists(offers, demands, without, one_list=one_list)
+    if one_list:
+        demands = [
+            replace(demand, lanes=demand.lanes and (0,), row=row)
+            for row, demand in enumerate(demands)
+        ]
+    is_faster = best < eager
     problem = Problem(
         plan,
-        lanes=(),
+        lanes=tuple(found),
         demands=tuple(demands),
-        eager_us=eager_us,
         weight=traffic.total,
+        eager_total=float(run.weights @ eager),
+        best_total=float(run.weights @ best),
+        changeable=float(run.weights @ (best * is_faster)),
     )
-    if costs:
-        problem = replace(
-            problem,
-            workspace=float(costs.workspace_bytes),
-            once=costs.once_seconds,
-        )
-    if not has_graphs:
+    if costs is None:
         return problem
-    if one_list:
-        return _with_one_list(problem, offers, without)
+    return replace(
+        problem,
+        workspace=float(costs.workspace_bytes),
+        once=costs.once_seconds,
+    )
+
+
+def _lists(
+    offers: Sequence[_Offer],
+    demands: Sequence[Demand],
+    without: Collection[Key],
+    *,
+    one_list: bool,
+) -> list[Candidates]:
+    lists = [{index: offer} for index, offer in enumerate(offers)]
+    if one_list and offers:
+        lists = [dict(enumerate(offers))]
     found: list[Candidates] = []
     above = 0.0
     # where a lane may end depends on those after it
-    for index, offer in reversed([*enumerate(offers)]):
-        wanted = [demand for demand in demands if index in demand.lanes]
-        sizes = offer.wanted_sizes(wanted, above, without)
-        candidates = offer.candidates(sizes)
-        above = max(above, float(candidates.times[0, -1]))
+    for own in reversed(lists):
+        wanted = [demand for demand in demands if own.keys() & demand.lanes]
+        rows = [tuple(own)]
+        if one_list:
+            rows = [demand.lanes for demand in demands]
+        sizes = _wanted_sizes(
+            [*own.values()],
+            wanted,
+            above,
+            without,
+        )
+        candidates = _candidates(own, rows, sizes)
+        slowest = candidates.times[:, -1].max()
+        above = max(above, float(slowest))
         found.insert(0, candidates)
-    return replace(problem, lanes=tuple(found))
+    return found
 
 
 def _demand(
-    served: tuple[int, ...],
-    batches: StepShape,
+    lanes: tuple[int, ...],
+    tokens: Ints,
     weights: Floats,
-    offers: Sequence[_Offer],
-    times: StepTimes,
+    eager: Floats,
 ) -> Demand:
-    sizes = np.asarray(batches.num_tokens, dtype=int)
-    loras = np.asarray(batches.num_active_loras)
-    eager = np.zeros(sizes.size)
-    for case in set(loras.tolist()):
-        here = loras == case
-        own = sizes[here]
-        eager[here] = times.at(CUDAGraphMode.NONE, own, int(case))
-    best = eager.copy()
-    for index in served:
-        offer = offers[index]
-        rounded = _rounded(sizes, offer.stride)
-        fits = rounded <= offer.largest
-        if fits.any():
-            took = np.full_like(best, np.inf)
-            took[fits] = offer.time(rounded[fits])
-            best = np.minimum(best, took)
-    tokens, at = np.unique(sizes, return_inverse=True)
-    slowest = np.zeros(tokens.size + 1)
+    sizes, at = np.unique(tokens, return_inverse=True)
+    slowest = np.zeros(sizes.size + 1)
     np.maximum.at(
         slowest,
         at + 1,
         eager,
     )
-
-    def summed(values: Floats) -> Floats:
-        each = np.bincount(at, values)
-        return np.cumsum([0.0, *each])
-
     return Demand(
-        served,
-        tokens,
+        lanes,
+        sizes,
         np.maximum.accumulate(slowest),
-        weight=summed(weights),
-        eager=summed(weights * eager),
-        best=summed(weights * best),
+        weights=np.bincount(at, weights).astype(np.float64),
+        eager=np.bincount(at, weights * eager).astype(np.float64),
     )
 
 
@@ -763,27 +712,16 @@ class _Offer:
             figures[:, index] = driver, costs.seconds(key)
         return figures
 
-    def wanted_sizes(
-        self,
-        wanted: Sequence[Demand],
-        above: float,
-        without: Iterable[Key],
-    ) -> Ints:
-        """See Note [Candidates]. Where other lanes follow (their slowest graph takes ``above``), a
-        batch may fall to one of those.
-        """
-        tokens = [np.array([0]), *(demand.tokens for demand in wanted)]
-        rounded = _rounded(np.concatenate(tokens), self.stride)
-        lost = [key[1].num_tokens for key in without if Lane.of(*key) == self.lane]
-        sizes = np.setdiff1d(rounded, lost)
-        sizes = sizes[sizes <= self.largest]
-        missed = np.full(sizes.size, above)
-        for demand in wanted:
-            held = demand.below(sizes)
-            missed = np.maximum(missed, demand.slowest[held])
-        faster = np.flatnonzero(self.time(sizes) < missed)
-        last = int(faster.max(initial=0))
-        return self.with_cheaper(sizes[: last + 1])
+    def pools(self, sizes: Ints) -> Floats:
+        """Bytes of the pool and of static buffers."""
+        figures = np.zeros((2, sizes.size))
+        costs = self.costs
+        if costs is None:
+            return figures
+        for index, size in enumerate(sizes.tolist()):
+            pool = costs.pool_bytes(self.lane.mode, size)
+            figures[:, index] = pool, costs.static_bytes(size)
+        return figures
 
     def with_cheaper(self, sizes: Ints) -> Ints:
         """The sizes, and others that cost less than the one below them."""
@@ -797,81 +735,76 @@ class _Offer:
         cheaper = every[is_cheaper] * self.stride
         return np.union1d(sizes, cheaper)
 
-    def candidates(self, sizes: Ints) -> Candidates:
-        key_costs = np.ones((3, sizes.size))
-        multiples = sizes // self.stride
-        key_costs[1:] = self.costs_by_size[:, multiples]
-        pools = np.zeros((2, sizes.size))
-        costs = self.costs
-        if costs:
-            for index in range(1, sizes.size):
-                size = int(sizes[index])
-                pool = costs.pool_bytes(self.lane.mode, size)
-                pools[:, index] = pool, costs.static_bytes(size)
-        times = self.time(sizes)
-        return Candidates(
-            lanes=(self.lane,),
-            sizes=sizes,
-            times=times[None],
-            key_costs=key_costs,
-            pools=pools,
-        )
 
-
-def _with_one_list(
-    problem: Problem,
+def _wanted_sizes(
     offers: Sequence[_Offer],
+    wanted: Sequence[Demand],
+    above: float,
     without: Iterable[Key],
-) -> Problem:
-    """Sizes that one lane has to do without are of none."""
-    plan = problem.plan
-    lanes = tuple(offer.lane for offer in offers)
-    stride, whole = list_stride(lanes, plan)
-    offers = [replace(offer, stride=stride) for offer in offers]
+) -> Ints:
+    """See Note [Candidates]. Where other lanes follow (their slowest graph takes ``above``), a
+    batch may fall to one of those. Sizes that one lane of a list has to do without are of none.
+    """
+    first = offers[0]
+    lanes = [offer.lane for offer in offers]
+    whole = 0
+    if len(offers) > 1:
+        _, whole = list_stride(lanes, first.plan)
     # beyond the largest size of a lane, a size is fewer graphs
     beyond = np.array([0, *(offer.largest + 1 for offer in offers)])
-    every = np.concatenate([beyond, *(demand.tokens for demand in problem.demands)])
-    sizes = _rounded(every, stride)
-    requests = _rounded(every, plan.query_len)
+    every = np.concatenate([beyond, *(demand.tokens for demand in wanted)])
+    requests = _rounded(every, first.plan.query_len)
     sizes = np.where(
         requests <= whole,
         requests,
-        sizes,
+        _rounded(every, first.stride),
     )
-    sizes = np.setdiff1d(sizes, [lost.num_tokens for _, lost in without])
-    largest = max(offer.largest for offer in offers)
-    sizes = sizes[sizes <= largest]
+    lost = [key[1].num_tokens for key in without if Lane.of(*key) in lanes]
+    sizes = np.setdiff1d(sizes, lost)
+    missed = np.full(sizes.size, above)
+    for demand in wanted:
+        held = demand.below(sizes)
+        missed = np.maximum(missed, demand.slowest[held])
+    last = 0
     for offer in offers:
         own = sizes[sizes <= offer.largest]
-        cheaper = offer.with_cheaper(own)
-        sizes = np.union1d(sizes, cheaper)
-    is_whole = sizes % plan.query_len == 0
-    sizes = sizes[is_whole | (sizes > whole)]
-    width = sizes.size
-    demands = problem.demands
-    times = np.zeros((len(demands), width))
-    key_costs = np.zeros((3, width))
-    pools = np.zeros((2, width))
-    for index, offer in reversed([*enumerate(offers)]):  # the first lane's times stay
+        faster = np.flatnonzero(offer.time(own) < missed[: own.size])
+        last = max(last, faster.max(initial=0))
+    sizes = sizes[: last + 1]
+    for offer in offers:
+        sizes = offer.with_cheaper(sizes)
+    is_whole = sizes % first.plan.query_len == 0
+    return np.asarray(sizes[is_whole | (sizes > whole)])
+
+
+def _candidates(
+    offers: dict[int, _Offer],
+    rows: Sequence[Sequence[int]],
+    sizes: Ints,
+) -> Candidates:
+    """Of these lanes together; ``rows``: which of them serve the batches of each row of times."""
+    times = np.zeros((len(rows), sizes.size))
+    key_costs = np.zeros((3, sizes.size))
+    pools = np.zeros((2, sizes.size))
+    for index, offer in reversed(offers.items()):  # the first lane's times stay
         own = sizes[sizes <= offer.largest]
-        made = offer.candidates(own)
         here = slice(1, own.size)
-        key_costs[:, here] += made.key_costs[:, here]
-        most = np.maximum(pools[:, here], made.pools[:, here])
-        pools[:, here] = most
-        for number, demand in enumerate(demands):
-            if index in demand.lanes:
-                times[number, here] = made.times[0, here]
-    made = Candidates(
-        lanes=lanes,
+        own = own[here]
+        multiples = own // offer.stride
+        key_costs[0, here] += 1
+        key_costs[1:, here] += offer.costs_by_size[:, multiples]
+        pools[:, here] = np.maximum(
+            pools[:, here],
+            offer.pools(own),
+        )
+        took = offer.time(own)
+        for row, lanes in enumerate(rows):
+            if index in lanes:
+                times[row, here] = took
+    return Candidates(
+        lanes=tuple(offer.lane for offer in offers.values()),
         sizes=sizes,
         times=np.maximum.accumulate(times, axis=1),
         key_costs=key_costs,
         pools=pools,
-    )
-    shared = [replace(demand, lanes=(0,), row=row) for row, demand in enumerate(demands)]
-    return replace(
-        problem,
-        lanes=(made,),
-        demands=tuple(shared),
     )

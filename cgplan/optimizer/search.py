@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cgplan.optimizer.paths import Floats, Ints, Paths
-from cgplan.optimizer.problem import Chosen, Prices, Problem
+from cgplan.optimizer.paths import Floats, Ints, Paths, best_paths
+from cgplan.optimizer.problem import Chosen, Problem
 
 MOST_GRAPHS = 256  # graphs of a plan
 ROUNDING = 1e-9  # relative: sums are not exact
@@ -193,8 +193,8 @@ class Search:
     ) -> None:
         self.problem = problem
         self.limits = limits
-        saved = rate * problem.saved
-        self.prices = Prices(saved / limits.memory, saved / limits.seconds)
+        whole = np.array([np.inf, limits.memory, limits.seconds])
+        self.rates = rate * problem.saved / whole  # of a graph, a byte and a second
         self._paths: dict[tuple[int, bytes], Paths] = {}
         self._turns: dict[tuple[int, Chosen], _Turn] = {}
         self._plans = [problem.nothing]
@@ -259,7 +259,7 @@ class Search:
             yield nothing, first
             turn = self._turn(nothing, first)
             most = min(self.limits.graphs, STARTS)
-            if len(lanes) > 2 or any(self.prices):  # they take long
+            if len(lanes) > 2 or any(self.rates):  # they take long
                 most = 0
             graphs = 1
             while graphs <= most:
@@ -273,14 +273,11 @@ class Search:
                         yield begun, n
                 graphs += graphs // 4 or 1
 
-    def _total(self, chosen: Chosen) -> Any:
+    def _total(self, chosen: Chosen) -> float:
         """With the price, but for what the first graph brings."""
-        graphs, memory, seconds = self.problem.costs_of(chosen)
-        if graphs:
-            memory -= self.problem.workspace
-            seconds -= self.problem.once
-        price = self.prices.total(memory, seconds)
-        return self.problem.total_of(chosen) + price
+        key_costs, pools = self.problem.parts(chosen)
+        price = self.rates @ key_costs + self.rates[1] * pools.sum()
+        return self.problem.total_of(chosen) + float(price)
 
     def _improved(
         self,
@@ -318,10 +315,12 @@ class Search:
         weights, beyond = problem.left_to(n, others)
         name = n, weights.tobytes()
         if name not in self._paths:
-            self._paths[name] = lane.paths(
+            self._paths[name] = best_paths(
                 weights,
+                lane.times,
                 self.limits.graphs,
-                self.prices,
+                price=self.rates @ lane.key_costs,
+                each=lane.each,
             )
         paths = self._paths[name]
         spent, most = problem.parts(others)
@@ -330,7 +329,7 @@ class Search:
             most[:, None],
         ).sum(axis=0)
         totals = paths.cost + beyond
-        totals += self.prices.byte * larger
+        totals += self.rates[1] * larger
         memory = larger + spent[1] + problem.workspace
         totals[:, memory > self.limits.memory * (1 + ROUNDING)] = np.inf
         turn = _Turn(

@@ -247,7 +247,7 @@ def test_paths_are_the_least_of_all(
 @given(instance=ONE_LANE)
 def test_one_lane_is_exact_for_every_number_of_graphs(instance: Instance) -> None:
     problem, every = instance.problem(), brute_force(instance)
-    if not problem.demands:
+    if not problem.lanes:
         assert every.expected.min() == every.expected.max()
         return
     found = Search(problem, Limits(6))
@@ -311,7 +311,7 @@ def test_sizes_that_are_no_faster_than_eager_steps_are_no_candidates() -> None:
 @given(instance=TWO_LANES | FOUR_LANES)
 def test_curves_of_several_lanes_are_of_plans_and_fall(instance: Instance) -> None:
     problem, every = instance.problem(), brute_force(instance)
-    if not problem.demands:
+    if not problem.lanes:
         return
     found = Search(problem, Limits(5))
     for graphs in range(1, 6):
@@ -370,7 +370,7 @@ THREE_OR_NONE = four_lanes(
 def test_four_lanes_are_close_to_the_best(instance: Instance, costs: Costs, limits: Limits) -> None:
     """The ends are improved one at a time, which may stop short; a plan of one kind of graph is never missed."""
     problem, every = instance.problem(costs), brute_force(instance, costs)
-    if not problem.demands:
+    if not problem.lanes:
         return
     best = best_plan(problem, limits)
     truth = every.best(limits) * problem.weight
@@ -416,7 +416,7 @@ def test_budgets_are_exact_where_keys_cost_the_same(
     instance: Instance, costs: Costs, limits: Limits
 ) -> None:
     problem, every = instance.problem(costs), brute_force(instance, costs)
-    if not problem.demands:
+    if not problem.lanes:
         return
     best = best_plan(problem, limits)
     total = problem.total_of(best)
@@ -428,7 +428,7 @@ def test_budgets_are_exact_where_keys_cost_the_same(
 @given(instance=ONE_LANE | TWO_LANES | FOUR_LANES, costs=SLOPES | LINES, limits=BUDGETS)
 def test_budgets_of_unequal_keys_are_kept(instance: Instance, costs: Costs, limits: Limits) -> None:
     problem, every = instance.problem(costs), brute_force(instance, costs)
-    if not problem.demands:
+    if not problem.lanes:
         return
     best = best_plan(problem, limits)
     total = problem.total_of(best)
@@ -504,7 +504,7 @@ def test_budgets_are_kept_where_costs_fall_with_the_size(
     instance: Instance, costs: Noisy, limits: Limits
 ) -> None:
     problem = instance.problem(costs)
-    if not problem.demands:
+    if not problem.lanes:
         return
     best = best_plan(problem, limits)
     check_within(instance, problem, best, costs, limits, problem.total_of(best))
@@ -529,7 +529,7 @@ def test_one_list_for_all_lanes_is_exact(instance: Instance, graphs: int) -> Non
     problem = problem_of(
         instance.lanes, instance.traffic, times, plan, None, one_list=True, asked_to=most
     )
-    if not problem.demands:
+    if not problem.lanes:
         return
     found = Search(problem, Limits(graphs))
     served = problem.lanes[0].lanes
