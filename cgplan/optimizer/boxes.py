@@ -371,8 +371,10 @@ class _BoxProblem:
                 paid.pool_bytes,
                 paid.static_bytes,
             )
-        memory = self._given.get("memory", inf) - costs.workspace_bytes
-        seconds = self._given.get("capture_time", inf) - costs.once_seconds
+        memory = self._given.get("memory", inf)
+        memory -= costs.workspace_bytes
+        seconds = self._given.get("capture_time", inf)
+        seconds -= costs.once_seconds
         return Purse(
             most,
             max(memory, 1),

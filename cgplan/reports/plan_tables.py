@@ -95,7 +95,8 @@ def _plan(plan: Plan, whole: bool = True) -> RenderableType:
         if plan.keys and len(plan.config.get("dims") or ()) < 2:
             padding = _padding(plan)
     if not plan.evidence:
-        head = Facts(f"Plan: {plan.graph_words}", [*rows, *said(plan, brief=not whole)])
+        rows += said(plan, brief=not whole)
+        head = Facts(f"Plan: {plan.graph_words}", rows)
         return stacked(head, padding, _to_paste(plan))
     evidence = Evidence.model_validate(plan.evidence)
     details = []
@@ -156,7 +157,9 @@ def predicted_by(cost: Predicted) -> str:
 
 
 def _more_rows(plan: Plan) -> Iterator[Fact]:
-    by_mode = Counter(f"{mode} uniform" if key.uniform else str(mode) for mode, key in plan.keys)
+    by_mode = Counter[str]()
+    for mode, key in plan.keys:
+        by_mode[f"{mode} uniform" if key.uniform else str(mode)] += 1
     keys = ", ".join(f"{count} {mode}" for mode, count in by_mode.items())
     yield "keys", keys or "none: every batch runs eagerly"
     bounds = f"max_num_seqs {plan.max_num_seqs}, max_num_batched_tokens"
@@ -178,7 +181,8 @@ def said(plan: Plan, brief: bool = False) -> list[Fact]:
     for name in ("decided", "decisions"):
         weighed += labelled("weighed", evidence.get(name, ()))
     notes = [text for text in notes if text not in warnings]
-    told = labelled("warning", warnings) + labelled("note", notes)
+    told = labelled("warning", warnings)
+    told += labelled("note", notes)
     shown = max(MOST_SAID - len(weighed), len(warnings))
     left = len(told) - shown
     if not brief or left <= 0:
@@ -239,11 +243,16 @@ def subject(plan: Plan) -> str:
 
 
 def head_rows(plan: Plan) -> list[Fact]:
+    rows = []
     model = subject(plan)
-    rows = [("model", model)] if model else []
-    modes = [f"{change.requested} -> {change.resolved}: {change.reason}" for change in plan.changes]
-    rows += labelled("mode", modes or [str(plan.mode)])
-    return [*rows, ("sizes", _sizes(plan))]
+    if model:
+        rows.append(("model", model))
+    for change in plan.changes:
+        rows.append(("mode", f"{change.requested} -> {change.resolved}: {change.reason}"))
+    if not plan.changes:
+        rows.append(("mode", str(plan.mode)))
+    rows.append(("sizes", _sizes(plan)))
+    return rows
 
 
 def _sizes(plan: Plan) -> str:
@@ -271,10 +280,11 @@ def _served_by(plan: Plan) -> str:
 def lane_table(plan: Plan) -> RenderableType | None:
     if not plan.predicted:
         return None
-    pairs = zip(plan.keys, plan.predicted.keys, strict=True)
     sizes = plan.lanes()
     rows = []
-    for lane, costs in grouped((Lane.of(*key), cost) for key, cost in pairs).items():
+    lanes = [Lane.of(*key) for key in plan.keys]
+    by_lane = grouped(zip(lanes, plan.predicted.keys, strict=True))
+    for lane, costs in by_lane.items():
         pool = sum(cost.pool_bytes for cost in costs)
         driver = sum(cost.driver_bytes for cost in costs)
         seconds = sum(cost.seconds for cost in costs)
@@ -302,11 +312,14 @@ def _padding(plan: Plan) -> RenderableType:
     unit = plan.dim_names[0].removeprefix("num_")
     tables = []
     for captured, lanes in alike.items():
-        names = dict.fromkeys(str(lane._replace(num_active_loras=0)) for lane in lanes)
+        names = {}
+        cases = set()
+        for lane in lanes:
+            names[str(lane._replace(num_active_loras=0))] = lane
+            cases.add(lane.num_active_loras)
         title = " and ".join(names)
         if plan.max_loras is not None:
-            cases = sorted({lane.num_active_loras for lane in lanes})
-            title += f"; LoRA cases {', '.join(map(str, cases))}"
+            title += f"; LoRA cases {', '.join(map(str, sorted(cases)))}"
         if len(alike) > 1:
             title += f": {len(captured)} ({describe_sizes(captured)})"
         pairs = tuple(pairwise((0, *captured)))
@@ -546,7 +559,10 @@ def _check(check: PlanCheck) -> RenderableType:
 
     def regret(figure: str, point: LadderPoint) -> float | None:
         theirs = getattr(point, figure)
-        return None if point is own or not theirs else getattr(own, figure) / theirs - 1
+        if point is own or not theirs:
+            return None
+        mine = getattr(own, figure)
+        return float(mine / theirs - 1)
 
     compared = {"regret": "expected_us"}
     regret_words = "regret: how much longer steps of this plan are"
@@ -635,8 +651,10 @@ def _both(change: FieldChange) -> str:
         "budget.reserve": format_bytes,
     }
     text = formats.get(change.name, json.dumps)
-    old, new = ("absent" if value is None else text(value) for value in (change.old, change.new))
-    return f"{old} -> {new}"
+    both = []
+    for value in (change.old, change.new):
+        both.append("absent" if value is None else text(value))
+    return " -> ".join(both)
 
 
 def _figure(
@@ -644,14 +662,16 @@ def _figure(
     figure: Figure,
     text: Callable[[Any], str],
 ) -> tuple[str | None, ...]:
-    old, new = (None if value is None else text(value) for value in (figure.old, figure.new))
+    both = []
+    for value in (figure.old, figure.new):
+        both.append(None if value is None else text(value))
     if figure.change is None:
-        return name, old, new, None, None
+        return name, *both, None, None
     change = text(abs(figure.change))
     if figure.change:
         change = f"{'+' if figure.change > 0 else '-'}{change}"
     share = f"{figure.change / figure.old:+.1%}" if figure.old else None
-    return name, old, new, change, share
+    return name, *both, change, share
 
 
 @render.register
@@ -662,8 +682,9 @@ def _replan(report: ReplanReport) -> RenderableType:
         rows = [("graphs", "all given up with their pools, and none captured")]
     rows.append(("verdict", report.verdict))
     if report.way != "proposed":
-        again = f", {report.recaptured} captured again" if report.recaptured else ""
-        keys = f"{len(report.captured)} captured, {len(report.evicted)} evicted{again}"
+        keys = f"{len(report.captured)} captured, {len(report.evicted)} evicted"
+        if report.recaptured:
+            keys += f", {report.recaptured} captured again"
         rows.append(("keys", keys))
     told: set[tuple[Lane, int]] = set()
     for part in report.difference.failed:
