@@ -127,7 +127,7 @@ def plan_graphs(inputs: PlanInputs) -> PlannedGraphs:
     keys = keys_of(problem.lists_of(chosen), inputs.base)
     if graphs > MOST_OF_CURVE or not inputs.pays_for(limits, keys):
         problem = inputs.priced(inputs.insured)
-        _check_one_graph(inputs, limits, problem)
+        _check_one_graph(limits, problem)
         if most is None:
             limits = replace(limits, graphs=len(keys))
         chosen = best_plan(problem, limits, goal=goal)
@@ -369,26 +369,17 @@ def with_sizes(
     )
 
 
-def _check_one_graph(
-    inputs: PlanInputs,
-    limits: Limits,
-    problem: Problem,
-) -> None:
+def _check_one_graph(limits: Limits, problem: Problem) -> None:
     nothing = problem.nothing
-    singles = []
+    singles: list[tuple[float, float]] = []
     for n, gains in enumerate(problem.gains(nothing)):
-        _, memory, seconds = problem.costs_with(nothing, n)
+        _, *figures = problem.costs_with(nothing, n)
         is_worth = gains > WORTH * problem.changeable
-        if (is_worth & limits.pays_for(0, memory, seconds)).any():
-            return
-        for index in np.flatnonzero(is_worth).tolist():
-            singles.append((memory[index], seconds[index], n, index))
-    if not singles:
+        columns = [of_each[is_worth].tolist() for of_each in figures]
+        singles += zip(*columns, strict=True)
+    if not singles or any(limits.pays_for(0, *single) for single in singles):
         return
-    memory, seconds, n, index = min(singles)
-    cheapest = (*nothing[:n], (index,), *nothing[n + 1 :])
-    keys = keys_of(problem.lists_of(cheapest), inputs.base)
-    names = [f"{mode} {descriptor}" for mode, descriptor in keys]
+    memory, seconds = min(singles)
     wrong = []
     enough = []
     if memory > limits.memory:
@@ -398,8 +389,8 @@ def _check_one_graph(
         wrong.append(f"budget.capture_time is {limits.seconds:.3g} s")
         enough.append(f"budget.capture_time to {seconds * 1.01:.3g}s")
     raise BudgetError(
-        f"{' and '.join(wrong)}, but the cheapest graph that a batch gains by, "
-        f"{' and '.join(names)}, takes {memory / 2**20:.5g} MiB and {seconds:.3g} s by --costs",
+        f"{' and '.join(wrong)}, but the cheapest graph that a batch gains by takes "
+        f"{memory / 2**20:.5g} MiB and {seconds:.3g} s by --costs",
         remedy=f"Raise {' and '.join(enough)} at least, or set compilation.cudagraph_mode: NONE. "
         "--costs measure knows the pool of smaller graphs.",
     )

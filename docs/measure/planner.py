@@ -120,11 +120,10 @@ def main():
             ladders = {ladder.name: ladder for ladder in evidence.ladders}
             third = ladders["vllm"].graphs // 3
             best = min((p for p in evidence.pareto if p.graphs <= third), key=lambda p: p.expected_us)
-            shown = [
-                f"{ladders[n].expected_us:8.0f} ({ladders[n].graphs}, {ladders[n].equal and ladders[n].equal.graphs}, "
-                f"{ladders[n].padding:.1%})"
-                for n in LADDERS
-            ]
+            shown = []
+            for ladder in map(ladders.get, LADDERS):
+                equal = (p.graphs for p in evidence.pareto if p.expected_us <= ladder.expected_us * (1 + 1e-9))
+                shown.append(f"{ladder.expected_us:8.0f} ({ladder.graphs}, {next(equal, None)}, {ladder.padding:.1%})")
             print(
                 f"{name:18} {seqs:4} {traffic.total:6.0f} {evidence.expected_us.plan:10.0f} {evidence.graphs:7} "
                 f"{third:8} {best.expected_us:9.0f} | {' '.join(shown)}; {simulated:.2f}, {planned:.2f} s"

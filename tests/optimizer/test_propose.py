@@ -396,10 +396,7 @@ def test_a_budget_too_small_for_one_graph_names_the_smallest() -> None:
     with pytest.raises(BudgetError) as caught:
         evidence_of(config_of(budget={"memory": "100MiB"}), seen, COSTS)
     assert "budget.memory is 100 MiB" in caught.value.message
-    assert (
-        "the cheapest graph that a batch gains by, FULL size=4 num_reqs=4 uniform, takes 106 MiB"
-        in caught.value.message
-    )
+    assert "the cheapest graph that a batch gains by takes 106 MiB" in caught.value.message
     assert "Raise budget.memory to 106MiB at least" in caught.value.remedy
     assert "--costs measure knows the pool of smaller graphs" in caught.value.remedy
     with pytest.raises(BudgetError, match=r"memory is 105\.98 MiB, but .* takes 106 MiB"):
