@@ -1,4 +1,4 @@
-"""Boxes for batches with several sizes, such as batch x length, and full grids beside them.
+"""Boxes for batches with several sizes, such as batch x length, and other grids beside them.
 
 A box is a graph with one size in each dimension; it runs the batches that are no larger in any.
 The boxes of the grid of the traffic's sizes are the candidates.
@@ -174,7 +174,6 @@ EFFORT = 1.5e9  # costs times boxes, by which these are fewer
 CANDIDATES = 1600  # boxes to choose among, about
 PRICED: tuple[PlanLimit, ...] = ("memory", "capture_time")
 BOXES = 32  # where no budget says how many
-ROUNDS = 3  # of exchanges in each dimension of a grid
 NO_TIMES = (
     "no step times were given: a step counts 1 us for each element, the product of its sizes as "
     "often as an input has them, so these sizes are for the least padding: measure times by "
@@ -412,14 +411,13 @@ class _BoxProblem:
             spent["capture_time"] = paid.seconds
         return [limit for limit, used in spent.items() if used > self._given.get(limit, inf)]
 
-    def _best(self, most: int, grid: Ints) -> tuple[Ints, list[PlanLimit]]:
+    def _best(self, most: int) -> tuple[Ints, list[PlanLimit]]:
         """Boxes, and the limits that the next box would break."""
         boxes = _grid(self._sizes)
         holds = _holds(boxes, self._rounded)
         times = np.where(holds, self._times(boxes), inf)
         cost = filled(times, self._counts)
         purse = self._purse(boxes, most)
-        start = [int((boxes == box).all(axis=1).argmax()) for box in grid]
         rng = np.random.default_rng(0)
         chosen, least = exchanged(
             cost,
@@ -428,19 +426,10 @@ class _BoxProblem:
         )
         tries = min(
             TRIES,
-            EFFORT / cost.size / len(grid),
+            EFFORT / cost.size / most,
         )
         rounds = 1 + int(tries)
         for _ in range(rounds):
-            found, total = exchanged(
-                cost,
-                self._counts,
-                purse,
-                start,
-            )
-            if total < least:
-                chosen = found
-                least = total
             number = len(chosen)
             others = rng.integers(
                 len(boxes),
@@ -451,7 +440,16 @@ class _BoxProblem:
                 is_kept,
                 chosen,
                 others,
-            ).tolist()
+            )
+            found, total = exchanged(
+                cost,
+                self._counts,
+                purse,
+                start.tolist(),
+            )
+            if total < least:
+                chosen = found
+                least = total
         whole = self._least.max(axis=0)[None]
         tried = [whole]
         if holds[:, chosen].any(axis=1).all():
@@ -490,49 +488,6 @@ class _BoxProblem:
             axis=0,
         )
         return self._broken(self._tight(more))
-
-    def _best_grid(self, graphs: int) -> Ints:
-        """The best full grid that exchanges of the sizes of one dimension at a time find."""
-        numbers = [np.arange(min(sizes.size, graphs)) + 1 for sizes in self._sizes]
-        shapes = _grid(numbers)
-        shapes = shapes[shapes.prod(axis=1) <= graphs]
-        best: Ints = shapes
-        least = inf
-        for shape in shapes:
-            as_large = (shapes >= shape).all(axis=1)
-            if as_large.sum() > 1:
-                continue
-            sizes = [self._sizes_of(dim, most) for dim, most in enumerate(shape.tolist())]
-            for dim in [*range(len(shape))] * ROUNDS:
-                tried = self._sizes[dim]
-                rounded = _up(self._rounded, sizes)
-                boxes = rounded.repeat(tried.size, axis=0)
-                boxes[:, dim] = np.tile(
-                    tried,
-                    len(self._rounded),
-                )
-                times = self._times(boxes).reshape(-1, tried.size)
-                holds = self._rounded[:, [dim]] <= tried
-                cost = np.where(
-                    holds,
-                    times,
-                    inf,
-                )
-                cost = filled(cost, self._counts)
-                purse = Purse.of_graphs(
-                    int(shape[dim]),
-                    tried.size,
-                )
-                columns, total = exchanged(
-                    cost,
-                    self._counts,
-                    purse,
-                )
-                sizes[dim] = tried[np.sort(columns)]
-            if total < least:
-                least = total
-                best = _grid(sizes)
-        return best
 
     def _runs_in(self, boxes: Ints) -> Ints:
         """The box of each batch, as the dispatcher has it: the one with the fewest elements."""
@@ -599,15 +554,13 @@ class _BoxProblem:
             )
 
     def evidence(self, most: int) -> Evidence:
-        grid = self._best_grid(most)
-        boxes, binding = self._best(most, grid)
+        boxes, binding = self._best(most)
         order = np.argsort(
             _elements(boxes),
             kind="stable",
         )
         boxes = boxes[order]
         own = self._point("this plan", boxes)
-        grids = {"the best full grid": grid} | self._ladders()
         least = self._times(self._least)
         eager = None
         surface = self.surface
@@ -635,7 +588,7 @@ class _BoxProblem:
                 no_gain=eager <= near,
             )
             ladders.append(no_graph)
-        for name, other in grids.items():
+        for name, other in self._ladders().items():
             ladder = self._point(name, other)
             is_near = eager is not None and ladder.expected_us <= near
             ladders.append(ladder.changed(no_gain=is_near))

@@ -309,10 +309,6 @@ class PlanInputs:
     def lists_of(self) -> Callable[[int], Lists]:
         return cache(lambda graphs: self.problem.lists_of(self.by_graphs.chosen(graphs)))
 
-    def fewest(self, total: float) -> int | None:
-        enough = np.flatnonzero(self.by_graphs.value <= total * (1 + 1e-9))
-        return int(enough[0]) if enough.size else None
-
     @cached_property
     def needed(self) -> int:
         ladders = self.ladders
@@ -326,7 +322,7 @@ class PlanInputs:
             least = min((self.step(lists, part) for lists in goals), default=math.inf)
             longest.append((part, least + slack))
         problem = self.problem
-        fewest = self.fewest(problem.best_total + CLOSE * problem.saved)
+        fewest = self.by_graphs.fewest(problem.best_total + CLOSE * problem.saved)
         if fewest is None:
             return self.worthwhile
         for graphs in range(max(fewest, 1), MOST_OF_CURVE + 1):
@@ -339,7 +335,7 @@ class PlanInputs:
     def worthwhile(self) -> int:
         """The number of graphs from which more bring less than 0.01%."""
         slack = WORTH * self.problem.changeable
-        return self.fewest(float(self.by_graphs.value[-1]) + slack) or 0
+        return self.by_graphs.fewest(float(self.by_graphs.value[-1]) + slack) or 0
 
     def price(self, keys: tuple[Key, ...]) -> dict[str, Any]:
         costs = self.costs
@@ -649,7 +645,7 @@ class PlannedGraphs:
         better = total - WORTH * problem.changeable
         if better < problem.best_total:
             return ()
-        graphs = inputs.fewest(better)
+        graphs = inputs.by_graphs.fewest(better)
         if inputs.config.budget.max_graphs is None and (graphs is None or graphs > inputs.needed):
             return ()
         if graphs is None:

@@ -200,15 +200,19 @@ class Search:
         self._plans = [problem.nothing]
         self.value = self._in_turns()
 
+    def fewest(self, total: float) -> int | None:
+        """The number of graphs with which steps take no longer; None: none does."""
+        is_enough = self.value <= total * (1 + ROUNDING)
+        return int(is_enough.argmax()) if is_enough.any() else None
+
     def best(
         self,
         graphs: int,
         goal: float,
     ) -> Chosen:
-        enough = max(self.value[graphs] * (1 + ROUNDING), goal)
-        is_enough = self.value <= enough
-        fewest = int(is_enough.argmax())
-        return self.chosen(min(graphs, fewest))
+        enough = max(self.value[graphs], goal)
+        fewest = self.fewest(enough)
+        return self.chosen(min(graphs, fewest or 0))
 
     def chosen(self, graphs: int) -> Chosen:
         """The plan of at most so many graphs."""
