@@ -382,7 +382,7 @@ class PlanRequest(Saved, Given):
     assume_default_times: bool = flag(
         "With --emit: take the default step times, of another model.", "--assume-default-times"
     )
-    verbose: bool = flag("Show everything: curve, padding, sizes left out.", "--verbose", "-v")
+    verbose: bool = flag("Show everything: the curve, padding, all notes.", "--verbose", "-v")
 
     @property
     def engine(self) -> "Engine | None":
