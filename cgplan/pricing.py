@@ -508,6 +508,7 @@ def estimated_costs(
         pools,
         config,
         source=_source(recordings, warmups, note),
+        notes=["the costs are estimated as on an H200: --costs measure has those of this machine"],
         workspace_bytes=WORKSPACE_BYTES,
     )
     costs.estimated = True

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,13 @@ from cgplan.errors import (
 from cgplan.modes import CUDAGraphMode, Key
 from cgplan.optimizer.evidence import Evidence
 from cgplan.planning import Plan, build_plan
-from cgplan.planning.difference import machine_changes, mismatches, named
+from cgplan.planning.difference import (
+    FieldChange,
+    machine_changes,
+    mismatches,
+    named,
+    timed_otherwise,
+)
 from cgplan.planning.engines import (
     NO_OPTIONS,
     Engine,
@@ -96,7 +102,8 @@ def costs_of(loaded: LoadedConfig, given: str | None) -> Priced:
         raise ReportError(f"{given} is a {report.kind}, not a capture report", remedy=_REMEDY)
     environment = report.environment
     machine = None if environment.driver is None else environment.as_machine
-    notes = about(f"the costs of {given}", report.plan, environment, loaded.config)
+    changes = mismatches(report.plan, loaded.config)
+    notes = about(f"the costs of {given}", changes, environment)
     costs = GraphCosts.from_report(report, loaded.config, tuple(notes))
     _check_modes(report, given, loaded.config)
     return Priced(costs, machine, uncapturable(report.failed))
@@ -104,16 +111,13 @@ def costs_of(loaded: LoadedConfig, given: str | None) -> Priced:
 
 def about(
     subject: str,
-    plan: Plan,
+    changes: Iterable[FieldChange],
     environment: Environment,
-    config: Config,
-    aside: Collection[str] = (),
 ) -> Iterator[str]:
-    """Notes on figures of another ``plan``, or of the tape; ``aside``: they do not change them."""
+    """Notes on figures of another configuration, or of the tape."""
     found = []
-    for change in mismatches(plan, config):
-        is_unnamed = change.name == "model.target" and change.new is None
-        if not is_unnamed and change.name not in aside:
+    for change in changes:
+        if change.name != "model.target" or change.new is not None:
             found.append(change)
     if found:
         yield f"{subject} were measured with another configuration: {named(found)}"
@@ -177,8 +181,6 @@ def _estimated(loaded: LoadedConfig) -> GraphCosts:
     config = loaded.config
     plan = build_plan(config)
     note("running forwards of the model on tensors without memory, on the CPU")
-    if config.device == "cpu":
-        note("note: the estimate is of graphs on a GPU; --costs measure gives the costs here")
     try:
         with fake_tensors():
             try:
@@ -199,14 +201,6 @@ def _estimated(loaded: LoadedConfig) -> GraphCosts:
             f"--costs estimate: the model does not fit into this machine's memory: {error.message}",
             remedy="Shrink model.kwargs: KV cache, layers; or give --costs a capture on the GPU.",
         ) from error
-
-
-SAME_STEPS = (  # settings that do not change how long a step takes
-    "scheduler.max_num_seqs",
-    "compilation.verify",
-    "compilation.address_check",
-    "compilation.strict",
-)
 
 
 def run_plan(
@@ -539,8 +533,8 @@ def _for_traffic(
     if loads.slo and not loads.step_times:
         raise StepTimeError(
             "an SLO needs the step times of your model, and the default ones are of another",
-            remedy="Give --step-times FILE: eager steps and graphs by size, at contexts as long as "
-            "your requests'; docs/planning.md says how vLLM logs them.",
+            remedy="Give --step-times FILE, of `cgplan bench FILE --output`, or of an engine at "
+            "contexts as long as your requests' (docs/planning.md, Step times).",
         )
     replicas = loads.replicas or 1
     kv_tokens = kv_token_bytes = 0
@@ -628,7 +622,7 @@ def _doubts(
     environment = report.environment
     for warning in unsure(report):
         yield f"{subject}: {warning}"
-    yield from about(subject, report.capture.plan, environment, config, SAME_STEPS)
+    yield from about(subject, timed_otherwise(report.capture.plan, config), environment)
     measured_on = environment.as_machine
     if environment.driver is not None and priced.machine not in (None, measured_on):
         found = named(machine_changes(priced.machine, measured_on))

@@ -113,7 +113,11 @@ def rows_without_graphs(plan: Plan, run: Run) -> Iterator[str]:
     if _are_rows(plan) and held < rows:
         cliff = _cliff(plan, run, StepShape(rows, rows))
         if cliff:
-            yield f"batches of {from_to(held + 1, rows)} rows run eagerly: at {rows} rows {cliff}"
+            share = _share(run.batches.num_tokens > held, run)
+            yield (
+                f"batches of {from_to(held + 1, rows)} rows, {share} of the steps, run eagerly: "
+                f"at {rows} rows {cliff}"
+            )
 
 
 def _are_rows(plan: Plan) -> bool:
@@ -206,8 +210,8 @@ def bench_of(plan: Plan, *sizes: Iterable[float]) -> str:
         command += f" --set '{setting}=[{','.join(allowed)}]'"
     if plan.config["compilation"]["max_cudagraph_capture_size"] is not None:
         command += " --set compilation.max_cudagraph_capture_size=null"
-    target = "--set model.target=my_model.py:build"
-    return f"`{command} --output bench.json` (add {target} if FILE has none)"
+    target = (plan.config["model"] or {}).get("target") or "my_model.py:build"
+    return f"`{command} --set model.target={target} --output bench.json`"
 
 
 def _beyond_the_scheduler(plan: Plan, run: Run) -> Iterator[str]:

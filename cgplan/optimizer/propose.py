@@ -460,7 +460,10 @@ class PlannedGraphs:
         ladder = ladders.get(asked)
         keep = False  # as good as the plan, and not more
         if ladder and self._is_worth_it and not self.for_slo:
-            keep = ladder.no_gain and 0 < ladder.graphs <= len(plan.keys)
+            theirs = inputs.ladders[ladder.name]
+            is_near = self._change(ladder.expected_us, theirs.lanes()) >= -NO_GAIN
+            is_fewer = 0 < ladder.graphs <= len(plan.keys)
+            keep = is_near and is_fewer and not self._broken(theirs.keys)
         told, times_notes = run.times.said_for(plan.mode)
         unsure = [*told, *run.traffic.warnings, *doubts(plan, run)]
         doubt = ""

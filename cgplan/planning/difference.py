@@ -16,6 +16,7 @@ from cgplan.planning.plan import (
     Machine,
     Plan,
     budget_of,
+    build_plan,
     capture_fields,
 )
 
@@ -24,6 +25,15 @@ DECIDED_BY_THE_PLAN = (
     "compilation.cudagraph_mode",
     "compilation.cudagraph_capture_sizes",
     "compilation.max_cudagraph_capture_size",
+)
+# How names of settings begin that decide how long a step takes, beside the inputs.
+_TIMED = (
+    "model.target",
+    "model.kwargs",
+    "compilation.compiler",
+    "compilation.piecewise",
+    "compilation.splitting",
+    "lora",
 )
 MOST_NAMED = 4  # settings in a sentence
 _COMPARED = {
@@ -151,6 +161,16 @@ def mismatches(
     if plan.machine and machine:
         found += machine_changes(plan.machine, machine)
     return tuple(found)
+
+
+def timed_otherwise(plan: Plan, config: Config) -> list[FieldChange]:
+    """What decides step times, and differs between a bench's plan (old) and the configuration."""
+    shapes = [{"inputs": each.fixed_inputs} for each in (plan, build_plan(config))]
+    found = _changes(*shapes)
+    for change in mismatches(plan, config):
+        if change.name.startswith(_TIMED) or change.name.endswith(".dtype"):
+            found.append(change)
+    return found
 
 
 def unused_settings(plan: Plan, config: Config) -> tuple[FieldChange, ...]:

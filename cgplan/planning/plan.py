@@ -322,12 +322,14 @@ class Plan(Record):
     @property
     def fixed_inputs(self) -> list[str]:
         """Inputs with a fixed size, ``pixels [num_tokens, 3, 96, 96]``, which tell runners of one
-        model apart.
+        model apart; also where num_tokens has another name.
         """
         found = []
+        rows = self.dim_names[0]
         for name, given in self.config.get("inputs", {}).items():
             if any(isinstance(size, int) for size in given["shape"]):
-                found.append(f"{name} [{', '.join(map(str, given['shape']))}]")
+                shape = ["num_tokens" if size == rows else str(size) for size in given["shape"]]
+                found.append(f"{name} [{', '.join(shape)}]")
         return found
 
     @property

@@ -380,7 +380,8 @@ def _answer(
     rows.append(("step times", evidence.times_source))
     rows += [row for row in _rows(plan) if row[0] in ("mode", "LoRA cases")]
     if sizes:
-        rows.append(("sizes", sizes))
+        label = "also as good" if evidence.keep else "sizes"
+        rows.append((label, sizes))
         share = sum(use.share for use in evidence.uses if use.size is None)
         if share >= LEAST_SHOWN:
             eager = f"{share:.1%} of steps, which have no graph"
@@ -498,6 +499,8 @@ def _reasons(plan: Plan, evidence: Evidence, whole: bool) -> Iterator[Fact]:
         brings = f"{format_microseconds(worth.microseconds)} a step ({worth.percent:.2g}%)"
         if evidence.one_list:
             brings += " with a size more"
+        if not evidence.binding and "max_graphs" not in plan.budget:
+            brings += "; --max-graphs has it (the plan is as good as your sizes and vLLM's)"
         unseen = f"is for {' or '.join(more)}, and " if more else ""
         nothing = f"{unseen}would bring this traffic nothing"
         yield "next graph", brings if worth.percent >= 1e-3 else nothing

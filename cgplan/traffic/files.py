@@ -224,7 +224,7 @@ def sized_rows(
         **sizes | fields,
     )
     form = Form(
-        "the table",
+        "of `dims` (requests: `cgplan init TARGET` without --call) the table",
         row,
         tuple(names),
         error,
@@ -380,7 +380,7 @@ class _StepRow(Record):
     count: Whole
     num_reqs: Whole | None = None
     uniform: bool | None = None
-    num_active_loras: Whole | None = None
+    num_active_loras: Whole = 0
 
 
 class _MetricRow(_StepRow):
@@ -686,37 +686,24 @@ def _counted(
     q = plan.query_len
     most = plan.max_num_seqs
     counts = Counter[StepShape]()
-    guessed: Counter[bool] = Counter()  # steps by the ``uniform`` that was guessed
-    tokens = 0  # of these
-    unknown = set()
+    guessed = 0
     for _, row in rows:
         size = row.num_tokens
         uniform = row.uniform
         reqs = row.num_reqs
         if uniform is None:
             uniform = size == q * reqs if reqs else size % q == 0 and size <= q * most
-            guessed[uniform] += row.count
-            tokens += row.count * size
+            guessed += row.count
         if reqs is None:
             reqs = max(size // q, 1) if uniform else min(size, most)
-        for name, value in row:
-            if value is None:
-                unknown.add(name)
-        counts[StepShape(size, reqs, uniform, row.num_active_loras or 0)] += row.count
+        counts[StepShape(size, reqs, uniform, row.num_active_loras)] += row.count
     notes = []
-    if guessed.total():
+    if guessed:
         notes.append(
-            f"uniform decode was guessed for {guessed.total():,} steps with {tokens:,} tokens: a "
-            "batch counts as uniform if its tokens are a multiple of the query length, for at most "
-            f"max_num_seqs requests (or pictures: raise it); {guessed[True]:,} of these steps do"
+            f"uniform decode was guessed for {guessed:,} steps: a batch counts as uniform if its "
+            "tokens are a multiple of the query length, for at most max_num_seqs requests (or "
+            "pictures: raise it)"
         )
-    if "num_reqs" in unknown:
-        notes.append(
-            "requests of a batch were guessed: tokens / query length of a uniform one, else one "
-            "for each token, at most max_num_seqs"
-        )
-    if "num_active_loras" in unknown:
-        notes.append("the source names no LoRA adapters: batches count as using none")
     return counts, notes
 
 
@@ -769,7 +756,7 @@ def log_traffic(text: str, path: Path, plan: Plan) -> Traffic:
             "them, so decode was guessed: give the log with these lines"
         )
     steps = []
-    told = odd = 0
+    odd = 0
     for where, row in rows:
         uniform = None
         mode = CUDAGraphMode.__members__.get(row.mode or "FULL_AND_PIECEWISE" * has_both)
@@ -779,16 +766,9 @@ def log_traffic(text: str, path: Path, plan: Plan) -> Traffic:
                 odd += 0 if uniform else row.count
             elif row.num_tokens <= row.largest or row.ran_as is CUDAGraphMode.PIECEWISE:
                 uniform = False
-        if uniform is not None:
-            told += row.count
         step = _StepRow(num_tokens=row.num_tokens, count=row.count, uniform=uniform)
         steps.append((where, step))
     notes = []
-    tables = len(_HEADER.findall(text))
-    if tables > 1:
-        notes.append(f"{tables} tables were added up; vLLM empties its counts after each")
-    if told:
-        notes.append(f"the runtime mode tells uniform decode from mixed batches for {told} steps")
     if odd:
         notes.append(
             f"{odd} steps ran as uniform decode with a number of tokens that is no multiple of "
@@ -806,11 +786,11 @@ def _metrics(text: str, path: Path, plan: Plan) -> Traffic:
     infos = [dict(_LABEL.findall(line)) for line in _INFO.findall(text)]
     if len(runners) > 1:
         own = {info["runner"] for info in infos if info["inputs"] == declared} & runners
+        read = "cat" if path.is_file() else "curl -s"
         raise TrafficError(
             f"{path} has batches of several runners: {', '.join(sorted(runners))}",
-            remedy="Give the lines of one of them: curl -s URL | grep "
-            f"""'runner="{max(own or runners)}"' > metrics.txt, and --traffic metrics.txt in """
-            "place of --from-stats",
+            remedy=f"Give the lines of one of them: {read} {path} | grep "
+            f"""'runner="{max(own or runners)}"' > metrics.txt, and --traffic metrics.txt""",
         )
     counts, guesses = _counted(rows, plan)
     sizes = {descriptor.num_tokens for _, descriptor in plan.keys}

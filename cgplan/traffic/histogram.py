@@ -133,7 +133,7 @@ class Traffic(Record):
         if not total:
             raise TrafficError(
                 f"{source}: no batch with a count above 0",
-                remedy="Give traffic with a batch in it.",
+                remedy="Give traffic with a batch in it; of a server, once it served requests.",
             )
         return cls(
             histogram=tuple(sorted(total.items())),

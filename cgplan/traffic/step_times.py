@@ -822,10 +822,6 @@ def _of_rows(
     kept = [run for run in runs if run.tokens > largest or not run.is_prefill]
     sources = [form.name for form in found if form.note]
     notes = [form.note for form in found if form.note]
-    if notes:
-        notes.append("the median counts where a size has several times, as of contexts")
-    if any(run.is_prefill for run in runs):
-        notes.append("prefill counts as eager steps, where it has more tokens than all decode")
     pick = max if TABLE in found else median
     times = _of_runs(kept, pick, path, ", ".join([*sources, str(path)]), notes)
     for curve in times.curves:

@@ -46,7 +46,7 @@ def capture():
     model, runners = build().eval().to(DEVICE), {}
     largest = {"max_num_seqs": LARGEST, "max_num_batched_tokens": LARGEST}
     for shape, sizes in SIZES.items():
-        inputs = {"x": (("num_tokens", *shape), torch.float32, 0)}  # by the name in the forward; num_tokens: pictures
+        inputs = {"x": (("num_tokens", *shape), torch.float32, 0)}  # x as in your forward; num_tokens: pictures
         graphs = {"cudagraph_capture_sizes": sizes}
         runners[shape] = cgplan.capture(model, inputs, compilation=graphs, scheduler=largest)
         check(model, runners[shape], shape)
@@ -56,6 +56,8 @@ def capture():
 @torch.no_grad()
 def check(model, runner, shape):
     """The server does not start if a graph differs from your model, if that mixes rows, or if `run` does not fit it."""
+    found = model(torch.rand(1, *shape, device=DEVICE))
+    assert isinstance(found, torch.Tensor), f"forward returns {type(found).__name__}: return a tensor, m(x).logits, say"
     for n in filter(runner.padded, range(1, LARGEST + 1)):  # each graph, padded and full
         record = runner.verify(torch.rand(n, *shape))
         assert not record.failure, f"a batch of {n}, shape {shape}: {record.failure}"
@@ -63,7 +65,10 @@ def check(model, runner, shape):
     run(runner, pictures[:1])
     alone, beside = (torch.tensor(run(lambda x: model(x.to(DEVICE)), pictures[:n])[0]) for n in (1, LARGEST))
     allowed = beside.abs().max().item() / 100
-    assert torch.allclose(alone, beside, 1e-2, allowed), f"shape {shape}: a picture beside others is answered otherwise"
+    assert torch.allclose(alone, beside, 1e-2, allowed), (
+        f"shape {shape}: a picture beside others is answered otherwise: a layer mixes rows (call .eval() on it), "
+        "or forward draws random numbers"
+    )
     runner.stats.reset()
 
 

@@ -644,6 +644,41 @@ def test_plan_says_whose_step_times_it_uses(home: Path) -> None:
     assert re.search(rf"verdict .*warning +{re.escape(doubt)} .*step times +busy\.json, ", unsure)
 
 
+def test_step_times_of_a_runner_fit_a_file_of_graphed_with_inputs_of_the_same_size(
+    home: Path,
+) -> None:
+    model = "def build():\n    return torch.nn.AdaptiveAvgPool1d(4).eval()\n"
+    (home / "pool.py").write_text(f"import torch\n\n\n{model}")
+    runner = "inputs: {input: [[num_tokens, 8], float32, 0]}"
+    (home / "runner.yaml").write_text(
+        f"{runner}\nmodel: {{target: pool.py:build}}\nscheduler: {{max_num_seqs: 9}}\n"
+    )
+    sizes = settings("compilation.cudagraph_capture_sizes=[1, 4]")
+    good("bench", "runner.yaml", *sizes, "--output", "bench.json")
+    g = cgplan.graphed(torch.nn.AdaptiveAvgPool1d(4).eval(), sizes=[1, 4])
+    for size in (1, 3, 1, 3):
+        g(torch.randn(size, 8))
+    (home / "calls.json").write_text(g.runners[0].config.model_dump_json())
+    (home / "seen.csv").write_text("batch,count\n1,50\n3,200\n")
+    runner_of_engine = (
+        'cgplan_info{inputs="input [num_tokens, 8]",runner="a"} 1\n'
+        'cgplan_batches_total{num_tokens="3",runner="a",uniform="true"} 300\n'
+    )
+    (home / "metrics.txt").write_text(runner_of_engine)
+    of_engine = ("--config", "calls.json", "--traffic", "metrics.txt")
+    assert "take traffic and runner.config of one runner" not in good("plan", *of_engine).stdout
+    command = ("--config", "calls.json", "--traffic", "seen.csv", "--step-times", "bench.json")
+    assert "another configuration" not in good("plan", *command).stdout
+    wider = Path("calls.json").read_text().replace('["batch",8]', '["batch",16]')
+    (home / "calls.json").write_text(wider)
+    assert "take traffic and runner.config of one runner" in unwrapped(
+        good("plan", *of_engine).stdout
+    )
+    assert (
+        'inputs was ["input [num_tokens, 8]"], is ["input [num_tokens, 16]"] here'
+    ) in unwrapped(good("plan", *command).stdout)
+
+
 def test_a_plan_beyond_the_measured_sizes_is_extrapolated(home: Path) -> None:
     """Most steps have 2 or more tokens."""
     command = use_traffic(home)

@@ -536,7 +536,7 @@ class Wrapped(torch.nn.Module):
     [
         ([1, 3, 16], Mixing, r"a batch of 2, shape \(3, 32, 32\): "),
         ([16], Mixing, "a batch of 1, "),
-        ([1], Wrapped, "has no attribute 'tolist'"),
+        ([1], Wrapped, "forward returns dict: return a tensor, m"),
         (
             [1],
             Mixing,

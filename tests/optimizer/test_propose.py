@@ -557,6 +557,29 @@ def test_no_gain_is_said_where_there_is_none() -> None:
     assert (evidence.keep, of_config.keep) == (False, True)
 
 
+def test_sizes_as_good_as_as_many_new_ones_are_kept_within_the_budget() -> None:
+    """Within 1% of the plan, though not of the bound."""
+    times = StepTimes.measured(
+        {(NONE, 0): {1: 300, 16: 316}, (FULL, 0): {1: 62, 16: 92}},
+        "pictures",
+    )
+    seen = traffic({StepShape(n, n, True): 1.0 for n in range(1, 16)})
+
+    def found(sizes: list[int], **budget: Any) -> Evidence:
+        config = config_of("FULL", sizes, seqs=16, tokens=16, budget=budget)
+        return propose(config, seen, times, COSTS).evidence
+
+    best = found([1, 16]).lanes[0].sizes
+    asked = [*best[:-1], 16]
+    free = found(asked)
+    assert not ladder(free, "configured").no_gain
+    assert free.keep
+    assert not found([*asked, best[0] + 1]).keep
+    least = ladder(free, "configured").bytes
+    assert least
+    assert not found(asked, memory=least - 1).keep
+
+
 def test_graphs_that_the_traffic_does_not_run_are_no_gain() -> None:
     """They are for the insured batches; eager steps alone are faster than the graphs asked for."""
     times = StepTimes.measured(
@@ -614,8 +637,8 @@ def test_graphs_between_measured_sizes_are_told_where_times_may_differ(
     for note in told:
         assert "between measured sizes (2, 3): their times are guessed" in note
         assert (
-            "sizes=[1,2,3,4]' --set compilation.max_cudagraph_capture_size=null --output bench.json` "
-            "(add --set model.target=my_model.py:build if" in note
+            "sizes=[1,2,3,4]' --set compilation.max_cudagraph_capture_size=null "
+            "--set model.target=my_model.py:build --output bench.json`, or" in note
         )
 
 

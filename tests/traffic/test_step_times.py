@@ -498,8 +498,6 @@ def test_results_of_one_batch_tell_decode_and_prefill() -> None:
         NONE: {4: 20_000, 1024: 55_000, 4096: 90_000},  # not the prefill of 3 tokens
     }
     assert "taken to run in FULL graphs" in times.notes[0]
-    assert "the median counts" in times.notes[1]
-    assert "more tokens than all decode" in times.notes[2]
 
 
 def test_a_batch_beyond_all_schedulers_is_left_out() -> None:
