@@ -2007,8 +2007,8 @@ def test_generate_tells_why_it_finds_no_graph(
     lm.generate(prompt, max_new_tokens=20, return_dict_in_generate=True, num_beams=2)
     lm.generate(prompt, max_new_tokens=12, use_cache=False)
     other = (
-        "does not use the cache that graphed_generate keeps for graphs; it runs eagerly, and "
-        "tokens are right"
+        "does not use the cache that graphed_generate keeps for graphs; eager tokens are right: "
+        "docs/graphed.md, Options and models without graphs"
     )
     reasons = {
         f"generate with return_dict_in_generate=True and num_beams {other}": 20,
