@@ -5,6 +5,7 @@ curl --no-buffer localhost:8000/generate --json '{"text": "Once", "max_tokens": 
 """
 
 import asyncio
+import logging
 import queue
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -66,15 +67,24 @@ def capture():
 
 def serve(runner, waiting):
     running = {}  # requests by slot
+    job = None  # such as new weights: it waits for the running requests, and later ones wait for it
     while True:
-        while len(running) < SLOTS and not (running and waiting.empty()):  # it waits where nothing runs
+        while job is None and len(running) < SLOTS and not (running and waiting.empty()):  # it waits where nothing runs
             each = waiting.get()
             if each is None:
                 return runner.close()
-            running[min(set(range(SLOTS)) - running.keys())] = each
+            if callable(each):
+                job = each
+            else:
+                running[min(set(range(SLOTS)) - running.keys())] = each
         try:
-            step(runner, running)
+            if running:
+                step(runner, running)
+            else:
+                due, job = job, None
+                due()
         except Exception as error:  # these requests fail, and later ones are served
+            logging.getLogger(__name__).exception("a step or a job failed")
             for each in running.values():
                 each.send(error)
             running = {}

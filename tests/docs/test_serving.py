@@ -447,6 +447,31 @@ def test_a_web_server_outlives_a_failed_step(server: ModuleType) -> None:
     asyncio.run(serve())
 
 
+def test_a_job_of_a_web_server_runs_between_answers(
+    server: ModuleType,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def serve() -> None:
+        async with server.lifespan(server.app):
+            state = server.app.state
+            model = state.runner.model
+            wanted = alone_with(server, model, "a", 40)
+            first = await server.generate(server.Prompt(text="a", max_tokens=40))
+            weights = {name: -weight for name, weight in model.state_dict().items()}
+            state.waiting.put(lambda: model.load_state_dict(weights))
+            state.waiting.put(lambda: 1 / 0)
+            later = await server.generate(server.Prompt(text="a", max_tokens=40))
+            answers = []
+            for response in (first, later):
+                events = [event async for event in response.body_iterator]
+                answers.append([int(event.removeprefix("data: ")) for event in events])
+            assert answers == [wanted, alone_with(server, model, "a", 40)]
+            assert answers[0] != answers[1]
+
+    asyncio.run(serve())
+    assert "a job failed" in caplog.text
+
+
 # --- picture_server.py ----------------------------------------------------------------------------------------
 
 
