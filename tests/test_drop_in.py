@@ -1078,8 +1078,10 @@ def test_a_capture_calls_another_drop_in_that_captures_elsewhere(backend: GraphB
     assert not third.is_alive()
 
 
-def test_a_capture_waits_for_a_comparison_of_another_thread(backend: GraphBackend) -> None:
-    """That puts the random state back, which the capture would blame its forward for."""
+def test_a_capture_blames_no_forward_for_a_comparison_of_another_thread(
+    backend: GraphBackend,
+) -> None:
+    """That puts the random state back."""
     compares, looks, compared = threading.Event(), threading.Event(), threading.Event()
 
     def drawing(x: Tensor) -> Tensor:

@@ -26,10 +26,10 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from cgplan.backends.context import capture_turn, refuse_forbidden_capture
+from cgplan.backends.context import refuse_forbidden_capture
 from cgplan.backends.graph_nodes import Block, GraphNodes, Launch, MemoryKind
 from cgplan.buffers.static import Copier, StaticBuffers
-from cgplan.errors import BackendError, CgplanError
+from cgplan.errors import BackendError, CaptureError, CgplanError
 from cgplan.reports.records import Environment
 from cgplan.version import __version__
 
@@ -351,19 +351,30 @@ def forget_capture(graph: Any) -> None:
         watch.forget(graph)
 
 
+SESSION_SECONDS = 1800.0
+captures_lock = threading.RLock()
+
+
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """A ``capture_turn`` without garbage collections, which might free a CUDA tensor; nestable."""
-    with capture_turn():
-        was_enabled = gc.isenabled()
-        try:
-            if was_enabled:
-                gc.collect(1)
-            gc.disable()
-            yield
-        finally:
-            if was_enabled:
-                gc.enable()
+    """A block without garbage collections, which might free a CUDA tensor; nestable. Other threads
+    wait, and raise CaptureError after SESSION_SECONDS.
+    """
+    if not captures_lock.acquire(timeout=SESSION_SECONDS):
+        raise CaptureError(
+            f"another thread has been capturing for more than {SESSION_SECONDS:g} s",
+            remedy="Let no eager piece or warm-up wait for a thread that captures.",
+        )
+    was_enabled = gc.isenabled()
+    try:
+        if was_enabled:
+            gc.collect(1)
+        gc.disable()
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+        captures_lock.release()
 
 
 def tensor_on(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:

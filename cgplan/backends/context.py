@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -243,24 +242,10 @@ class AmbientState(NamedTuple):
         return "off" if self.autocast is None else f"in {self.autocast}"
 
 
-SESSION_SECONDS = 1800.0
-captures_lock = threading.RLock()
+class RandomRestores:
+    """How often blocks and comparisons of all threads put random states back."""
 
-
-@contextmanager
-def capture_turn() -> Iterator[None]:
-    """A block that captures, or sets the random state of all threads; nestable. Others wait, some
-    with a runner's lock: take none here. They raise CaptureError after SESSION_SECONDS.
-    """
-    if not captures_lock.acquire(timeout=SESSION_SECONDS):
-        raise CaptureError(
-            f"another thread has been capturing for more than {SESSION_SECONDS:g} s",
-            remedy="Let no eager piece or warm-up wait for a thread that captures.",
-        )
-    try:
-        yield
-    finally:
-        captures_lock.release()
+    number = 0
 
 
 @contextmanager
@@ -268,12 +253,13 @@ def random_state_kept(
     device: torch.device,
     generators: Iterable[torch.Generator] = (),
 ) -> Iterator[None]:
-    """A ``capture_turn``; restores the default generators and these."""
+    """A block; restores the default generators and these."""
     before = [(generator, generator.get_state()) for generator in generators]
-    with capture_turn(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
         try:
             yield
         finally:
+            RandomRestores.number += 1
             for generator, state in before:
                 generator.set_state(state)
 

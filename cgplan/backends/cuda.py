@@ -35,6 +35,7 @@ from cgplan.backends.backend import (
     GraphBackend,
     MemoryReading,
     PoolMemory,
+    captures_lock,
     foreign_pool,
     forget_capture,
     gc_paused,
@@ -43,7 +44,6 @@ from cgplan.backends.backend import (
     text_of,
 )
 from cgplan.backends.blame import users_lines
-from cgplan.backends.context import captures_lock
 from cgplan.backends.graph_nodes import (
     Block,
     CudaNodes,

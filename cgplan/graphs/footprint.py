@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cgplan.backends.backend import number_of
 from cgplan.backends.blame import Line, blamed_line
-from cgplan.backends.context import deriving, random_state_kept
+from cgplan.backends.context import RandomRestores, deriving, random_state_kept
 from cgplan.backends.host_sync import (
     Args,
     DispatchMode,
@@ -307,6 +307,7 @@ class Look(DispatchMode):
         self._bound_by_graphs: dict[str, object] = {}
         self._derived_by_pieces: dict[Any, Any] = {}
         self._random: dict[int, _Random] = {}
+        self._restores = RandomRestores.number
         self._default = torch.default_generator
         if self._device == "cuda":
             self._default = torch.cuda.default_generators[self._state.device.index or 0]
@@ -620,7 +621,8 @@ class Look(DispatchMode):
                 continue
             is_set = generator.initial_seed() != known.seed
             is_set = is_set or any(torch.equal(state, earlier) for earlier in known.states)
-            if not is_set:  # another thread drew
+            # another thread drew, or put random states back
+            if not is_set or RandomRestores.number > self._restores:
                 known.states.append(state)
                 continue
             name = "a torch.Generator"

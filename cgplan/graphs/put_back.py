@@ -22,8 +22,8 @@ Note [What is put back]
 
     A tensor goes back with Python that may count its writes or, if no graph stays, flag them. Else
     what each run changes, and may be a flag, stays as the first run left it, with the tensor.
-    Where `Calls.warm_up` finds an eager kind, first use stays bound, but flags and containers go
-    back. Where its runs led on through states of an argument, none stays.
+    Where `Calls.warm_up` finds an eager kind, first use stays bound, but other flags and containers
+    go back. Where runs led on through states of an argument, none stays.
     Small tensors go back ahead of each run, too, as positions must not run past a cache.
 """
 
@@ -467,16 +467,14 @@ class PutBack:
         stays = uses.is_first_use if is_of_made else uses.stopped
         flags = set[str]()
         for path, known in undone.items():
-            is_lasting = known.uses.is_first_use
             if is_of_made:  # by what each run changes no longer
-                if is_lasting and known.may_flag(runs):
+                if known.uses.is_first_use and known.may_flag(runs):
                     flags.add(path)
             elif not known.began_with.isdisjoint(runs):  # it may count its writes
                 stays &= known.uses.runs.keys().isdisjoint(runs)
             elif known.may_flag(runs):
                 flags.add(path)
                 stays &= self.keeps_first_use
-                stays &= self.keeps_containers or not is_lasting
         if stays and self.keeps_first_use:
             self._flags |= flags
         return stays

@@ -378,6 +378,7 @@ class Problem:
         eager_total: Of eager steps.
         best_total: If every batch had a graph of its own size, and ran in its best mode.
         changeable: The same, of the batches that graphs make faster: what shares refer to.
+        largest: Of the sizes allowed.
         workspace, once: Bytes and seconds that the first graph brings with it.
     """
 
@@ -388,6 +389,7 @@ class Problem:
     eager_total: float
     best_total: float
     changeable: float
+    largest: int
     workspace: float = 0.0
     once: float = 0.0
 
@@ -609,6 +611,7 @@ def problem_of(
         eager_total=float(run.weights @ eager),
         best_total=float(run.weights @ best),
         changeable=float(run.weights @ (best * is_faster)),
+        largest=max((offer.largest for offer in offers), default=0),
     )
     if costs is None:
         return problem

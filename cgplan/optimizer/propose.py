@@ -39,7 +39,7 @@ from cgplan.optimizer.evidence import (
     ladder_words,
     of_costs,
 )
-from cgplan.optimizer.lint import bench_of, doubts, lint, rows_without_graphs, sizes_between
+from cgplan.optimizer.lint import CLIFF, bench_of, doubts, lint, rows_without_graphs, sizes_between
 from cgplan.optimizer.problem import (
     Lists,
     Problem,
@@ -423,8 +423,8 @@ class PlannedGraphs:
         notes = plan.notes
         built = build_plan(with_sizes(config, plan.capture_sizes))
         eager = tuple(eager_drafts(built))
-        if inputs.one_list and eager:
-            most = plan.max_num_seqs
+        most = plan.max_num_seqs
+        if inputs.one_list and eager and most <= inputs.problem.largest:
             larger = build_plan(with_sizes(config, (*plan.capture_sizes, most)))
             broken = self._broken(larger.keys)
             if broken:
@@ -463,7 +463,11 @@ class PlannedGraphs:
             theirs = inputs.ladders[ladder.name]
             is_near = self._change(ladder.expected_us, theirs.lanes()) >= -NO_GAIN
             is_fewer = 0 < ladder.graphs <= len(plan.keys)
-            keep = is_near and is_fewer and not self._broken(theirs.keys)
+            fits = not (self._broken(theirs.keys) or inputs.failed.keys() & theirs.keys)
+            keep = is_near and is_fewer and fits
+            for load in self._shown:
+                least = inputs.step(plan.lanes(), load)
+                keep &= inputs.step(theirs.lanes(), load) < CLIFF * least
         told, times_notes = run.times.said_for(plan.mode)
         unsure = [*told, *run.traffic.warnings, *doubts(plan, run)]
         doubt = ""
@@ -544,12 +548,15 @@ class PlannedGraphs:
         )
         return plan.changed(evidence=evidence.model_dump(mode="json"))
 
+    @property
+    def _shown(self) -> list[Traffic]:
+        return [*(load for load, _ in self.inputs.loads), *self.others]
+
     def _loads(self) -> Iterator[LoadPoint]:
-        loads = [*(load for load, _ in self.inputs.loads), *self.others]
-        if len(loads) < 2:
+        if len(self._shown) < 2:
             return
         ladder = self._asked
-        for load in loads:
+        for load in self._shown:
             theirs = None
             if ladder:
                 theirs = self.inputs.step(ladder.lanes(), load)

@@ -30,10 +30,12 @@ DECIDED_BY_THE_PLAN = (
 _TIMED = (
     "model.target",
     "model.kwargs",
-    "compilation.compiler",
+    "compilation.all_reduce",
+    "compilation.compile",
     "compilation.piecewise",
     "compilation.splitting",
     "lora",
+    "metadata",
 )
 MOST_NAMED = 4  # settings in a sentence
 _COMPARED = {

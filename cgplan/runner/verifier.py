@@ -23,7 +23,7 @@ from torch import Tensor, UntypedStorage
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cgplan.backends.backend import tensor_on
-from cgplan.backends.context import capture_turn
+from cgplan.backends.context import RandomRestores
 from cgplan.backends.host_sync import storage_id
 from cgplan.buffers.compare import Difference, compare, differences, is_equal
 from cgplan.buffers.static import torch_dtype
@@ -143,8 +143,7 @@ class Verifier:
         as_captured = graphs.ambient._replace(
             inference=torch.is_inference_mode_enabled(),
         )
-        # another thread's look would blame its forward for the random state that is put back
-        with capture_turn(), as_captured.entered(graphs.backend.device.type):
+        with as_captured.entered(graphs.backend.device.type):
             comparison = _Comparison(graphs, self._copied, call, values)
             try:
                 eager = comparison.run(comparison.own_code)
@@ -219,6 +218,7 @@ class _Moment:
         """False where Python changed more than attributes."""
         for storage, copy in self._copies:
             storage.copy_(copy)
+        RandomRestores.number += 1
         for generator, state in self.random.items():
             generator.set_state(state)
         return self._python is None or self._python.undo_attributes(self._ignore)

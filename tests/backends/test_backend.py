@@ -353,7 +353,7 @@ def test_sessions_of_two_threads_take_turns(monkeypatch: pytest.MonkeyPatch) -> 
     thread.join(5)
     assert entered.is_set()
     assert gc.isenabled()
-    monkeypatch.setattr("cgplan.backends.context.SESSION_SECONDS", 0.05)
+    monkeypatch.setattr("cgplan.backends.backend.SESSION_SECONDS", 0.05)
     with backend.session():
         thread = threading.Thread(target=other)
         thread.start()

@@ -907,3 +907,30 @@ def test_from_mode_none_no_size_is_above_those_measured(home: Path) -> None:
     bounds = ("--max-num-seqs", "8", "--max-num-batched-tokens", "64")
     plan = plan_of("plan", "--vllm", none, *bounds, *GIVEN[-4:], "--mode", "best")
     assert plan.max_capture_size == 4
+
+
+@pytest.mark.parametrize(
+    ("sizes", "seqs"),
+    [({"max_cudagraph_capture_size": 32}, "128"), ({"cudagraph_mode": "FULL"}, "1024")],
+)
+def test_the_draft_models_size_is_none_that_plans_may_not_have(sizes: Any, seqs: str) -> None:
+    """vLLM's own sizes end at 512, and the measured FULL ones at 256."""
+    drafted = ("--num-speculative-tokens", "3", "--speculative-method", "eagle", "--mode", "keep")
+    bounds = ("--max-num-seqs", seqs, "--max-num-batched-tokens", "4096")
+    plan = plan_of("plan", "--vllm", json.dumps(sizes), *bounds, *GIVEN[-4:], *drafted)
+    assert plan.max_capture_size <= sizes.get("max_cudagraph_capture_size", 512)
+    assert plan.lint[0].endswith(f"{seqs} requests run eagerly without size {seqs}")
+    step = plan.evidence["expected_us"]  # type: ignore[index]
+    assert step["plan"] >= step["bound"]
+
+
+def test_sizes_are_not_kept_where_a_higher_load_needs_others(home: Path) -> None:
+    """Of the load itself, 5 requests are the p99; of twice as many a second, 25."""
+    asked = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8]}
+    command = ("plan", "--vllm", json.dumps(asked), *GIVEN[3:], "--mode", "keep")
+    for objective, keep in (("robust", False), ("mean", True)):
+        plan = plan_of(*command, "--objective", objective)
+        assert plan.evidence is not None
+        assert plan.evidence["keep"] is keep
+        shown = good(*command, "--objective", objective).stdout
+        assert ("\n--compilation-config" in shown) is not keep

@@ -504,9 +504,13 @@ class Scales(nn.Module):
         self.made: Tensor | None = None
         self.state: dict[str, bool] = {}
         self.count = 0
+        self.fill = functools.cache(lambda: self.scale.mul_(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        if not {"count": self.count, "attribute": self.is_ready, "dict": self.state}[self.flag]:
+        if self.flag == "unseen":
+            self.fill()
+            self.is_ready = True
+        elif not {"count": self.count, "attribute": self.is_ready, "dict": self.state}[self.flag]:
             self.scale.mul_(3)
             if self.binds:
                 self.made = torch.ones(2)
@@ -521,6 +525,7 @@ class Scales(nn.Module):
     ("flag", "binds"),
     [
         ("count", False),
+        ("unseen", False),
         ("attribute", False),
         ("attribute", True),
         ("dict", False),

@@ -733,3 +733,20 @@ def test_a_check_up_tells_the_share_of_graphs_and_times_that_noise_decides(
     assert "of a step runs" not in text
     assert ("say little about a GPU" in text) is backend.is_tape
     runner.close()
+
+
+def test_calls_that_are_compared_go_on_during_a_bench(backend: GraphBackend) -> None:
+    runner = open_runner(backend, net(backend), verify="always")
+    x = torch.ones(2, WIDTH, device=backend.device)
+    done = []
+
+    def call(*_: object) -> None:
+        thread = threading.Thread(target=runner, args=(x,))
+        thread.start()
+        thread.join(10)
+        done.append(not thread.is_alive())
+
+    with closing(runner):
+        bench(runner, progress=call)
+    assert done
+    assert all(done)

@@ -580,6 +580,14 @@ def test_sizes_as_good_as_as_many_new_ones_are_kept_within_the_budget() -> None:
     assert not found(asked, memory=least - 1).keep
 
 
+def test_sizes_of_which_one_cannot_be_captured_are_not_kept() -> None:
+    failed = {(FULL, BatchDescriptor(4, 4)): "HostSyncError: aten::item"}
+    seen = traffic({StepShape(4, 4, True): 1.0, StepShape(16, 16, True): 1000.0})
+    for lost, keep in (({}, True), (failed, False)):
+        config = config_of("FULL", [4, 16], seqs=16, tokens=64)
+        assert propose(config, seen, TIMES, failed=lost, insurance=0.1).evidence.keep is keep
+
+
 def test_graphs_that_the_traffic_does_not_run_are_no_gain() -> None:
     """They are for the insured batches; eager steps alone are faster than the graphs asked for."""
     times = StepTimes.measured(

@@ -17,6 +17,7 @@ from cgplan.planning.difference import (
     compare,
     fitted,
     mismatches,
+    timed_otherwise,
     unused_settings,
 )
 from cgplan.planning.engines import read_vllm
@@ -253,3 +254,21 @@ def test_force_takes_the_plan_with_a_warning_and_keeps_its_keys() -> None:
     assert fitted(build_plan(Config()), Config(), force=True).warnings == (), (
         "nothing had to be forced"
     )
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "value"),
+    [
+        ("metadata", "lengths", {"shape": ["num_reqs"], "dtype": "int32", "pad": 0, "example": 9}),
+        ("compilation", "compile_shapes", "static"),
+        ("compilation", "all_reduce", "nccl"),
+    ],
+)
+def test_what_decides_step_times_is_named(section: str, name: str, value: Any) -> None:
+    lengths = {"shape": ["num_reqs"], "dtype": "int32", "pad": 0, "example": 8}
+    given = {"metadata": {"lengths": lengths}}
+    measured = build_plan(Config.model_validate(given))
+    assert timed_otherwise(measured, Config.model_validate(given)) == []
+    given[section] = {name: value}
+    found = [change.name for change in timed_otherwise(measured, Config.model_validate(given))]
+    assert [".".join(each.split(".")[:2]) for each in found] == [f"{section}.{name}"]
