@@ -299,7 +299,7 @@ class PutBack:
             container, _ = change.where or (None, None)
             if id(container) in self._growing:
                 continue
-            # a flag goes back with what it says is filled
+            # `_stays` decides on flags
             if type(change.now) in PLAIN and not self.keeps_containers:
                 continue
             if container is None and not is_of_inputs:
@@ -441,8 +441,8 @@ class PutBack:
         self.outcome.clear()  # rewinds noted some
         filled = set[int]()  # on first use
         for written in self.storages.written.values():
-            stays = self._stays(written.uses, of_made, undone)
-            stays &= not is_within(written.path, steady)
+            stays = not is_within(written.path, steady)
+            stays = stays and self._stays(written.uses, of_made, undone)
             if stays:
                 written.give_back()
                 filled.add(storage_id(written.tensor))
@@ -492,11 +492,14 @@ class PutBack:
                 nbytes = change.now.nbytes if is_tensor(change.now) else 0
                 self.outcome[path] = nbytes, "new"
             elif self.may_undo(path):
+                if path in self._flags and not self.before.is_attribute(change):
+                    continue
                 value = change.was
                 is_new = change.is_new and self.before.is_attribute(change)
                 # first use may have made it, or it says what that filled
-                if known and (path in self._flags or (made and is_new)):
-                    value = known.first  # ABSENT, if a capture left it
+                is_of_first_use = path in self._flags or (made and is_new)
+                if known and is_of_first_use and not known.is_captured:
+                    value = known.first
                 change.bind(value)
         if self.last:
             self.last = self.before.changes()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -503,6 +504,7 @@ class Scales(nn.Module):
         self.binds = binds
         self.made: Tensor | None = None
         self.state: dict[str, bool] = {}
+        self.seen: list[bool] = []
         self.count = 0
         self.fill = functools.cache(lambda: self.scale.mul_(3))
 
@@ -510,15 +512,25 @@ class Scales(nn.Module):
         if self.flag == "unseen":
             self.fill()
             self.is_ready = True
-        elif not {"count": self.count, "attribute": self.is_ready, "dict": self.state}[self.flag]:
+        elif not self.flags()[self.flag]:
             self.scale.mul_(3)
             if self.binds:
                 self.made = torch.ones(2)
             self.is_ready = self.flag == "attribute"
             if self.flag == "dict":
                 self.state["ready"] = True
+            if self.flag == "list":
+                self.seen.append(True)
         self.count += 1
         return x * self.scale
+
+    def flags(self) -> dict[str, Any]:
+        return {
+            "count": self.count,
+            "attribute": self.is_ready,
+            "dict": self.state,
+            "list": self.seen,
+        }
 
 
 @pytest.mark.parametrize(
@@ -530,6 +542,7 @@ class Scales(nn.Module):
         ("attribute", True),
         ("dict", False),
         ("dict", True),
+        ("list", False),
     ],
 )
 def test_a_tensor_and_what_says_that_it_is_ready_stay_or_go_back_together(
@@ -548,6 +561,34 @@ def test_a_tensor_and_what_says_that_it_is_ready_stay_or_go_back_together(
         for batch in (torch.ones(8, 2), x, x):
             assert graphed(batch).tolist() == [[3, 3]] * len(batch)
             assert runner(x=batch).tolist() == [[3, 3]] * len(batch)
+
+
+class BindsAnew(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table: Tensor | None = None
+        self.work: Tensor | None = None
+        self.note: str | None = None
+        self.runs = itertools.count()
+        self.count = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None:
+            self.table = torch.ones(2)
+        self.work = torch.zeros(2)
+        self.work.add_(1)
+        if next(self.runs) == 2:  # the capture
+            self.note = "captured"
+        self.count += 1
+        return x * self.table
+
+
+def test_what_goes_back_keeps_no_counter_and_an_attribute_that_was_none_is_none() -> None:
+    model = BindsAnew().eval()
+    inputs = {"x": Input(shape=("num_tokens", 2), dtype="float32", pad=0)}
+    compilation = {"cudagraph_capture_sizes": [4]}
+    cgplan.capture(model, inputs, compilation=compilation, device="cpu").close()
+    assert (model.note, model.count) == (None, 0)
 
 
 class MakesTable(nn.Module):
