@@ -248,20 +248,24 @@ class RandomRestores:
     number = 0
 
 
+def restore_random(states: Mapping[torch.Generator, torch.Tensor]) -> None:
+    RandomRestores.number += 1
+    for generator, state in states.items():
+        generator.set_state(state)
+
+
 @contextmanager
 def random_state_kept(
     device: torch.device,
     generators: Iterable[torch.Generator] = (),
 ) -> Iterator[None]:
     """A block; restores the default generators and these."""
-    before = [(generator, generator.get_state()) for generator in generators]
+    before = {generator: generator.get_state() for generator in generators}
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         try:
             yield
         finally:
-            RandomRestores.number += 1
-            for generator, state in before:
-                generator.set_state(state)
+            restore_random(before)
 
 
 AddressPolicy = Literal["off", "first", "always"]

@@ -76,7 +76,7 @@ class _Bound:
         self,
         of_tensor: Set[int],
     ) -> bool:
-        """Whether each run that made the change anew wrote the tensor, too."""
+        """Whether every run that made the change afresh wrote the tensor."""
         return self.uses.runs.keys() - self.began_with <= of_tensor
 
 
@@ -492,12 +492,13 @@ class PutBack:
                 nbytes = change.now.nbytes if is_tensor(change.now) else 0
                 self.outcome[path] = nbytes, "new"
             elif self.may_undo(path):
-                if path in self._flags and not self.before.is_attribute(change):
+                is_flag = path in self._flags
+                is_attribute = self.before.is_attribute(change)
+                if is_flag and not is_attribute:
                     continue
                 value = change.was
-                is_new = change.is_new and self.before.is_attribute(change)
                 # first use may have made it, or it says what that filled
-                is_of_first_use = path in self._flags or (made and is_new)
+                is_of_first_use = is_flag or (made and change.is_new and is_attribute)
                 if known and is_of_first_use and not known.is_captured:
                     value = known.first
                 change.bind(value)

@@ -23,7 +23,7 @@ from torch import Tensor, UntypedStorage
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cgplan.backends.backend import tensor_on
-from cgplan.backends.context import RandomRestores
+from cgplan.backends.context import restore_random
 from cgplan.backends.host_sync import storage_id
 from cgplan.buffers.compare import Difference, compare, differences, is_equal
 from cgplan.buffers.static import torch_dtype
@@ -218,9 +218,7 @@ class _Moment:
         """False where Python changed more than attributes."""
         for storage, copy in self._copies:
             storage.copy_(copy)
-        RandomRestores.number += 1
-        for generator, state in self.random.items():
-            generator.set_state(state)
+        restore_random(self.random)
         return self._python is None or self._python.undo_attributes(self._ignore)
 
 
