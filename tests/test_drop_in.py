@@ -113,6 +113,7 @@ def test_kinds_without_a_graph_are_shown_by_what_differs(backend: GraphBackend) 
     for last in range(5, 15):
         g(torch.ones(2, last, 8, device=backend.device))
     assert g.explain().count("none yet") == 4, "models with many kinds are not listed whole"
+    assert "\nnot shown: 8 older kinds without graphs\n" in g.explain()
 
 
 def test_sizes_and_what_is_larger(backend: GraphBackend, net: Net) -> None:

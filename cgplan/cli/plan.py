@@ -261,11 +261,13 @@ def run_plan(
     request.publish(plan, _shown(plan, request))
     missed = evidence.get("slo_missed")
     if missed is not None:
+        remedy = "Serve fewer requests a replica (--replicas), try another max_num_batched_tokens, "
+        for limit in evidence["binding"]:
+            remedy += f"give a larger --{limit.replace('_', '-')}, "
         raise RegretError(
             "no number of graphs that was tried holds the SLO; with the plan that is shown "
             f"{missed}",
-            remedy="Serve fewer requests a replica (--replicas), try another "
-            "max_num_batched_tokens, or loosen the SLO.",
+            remedy=f"{remedy}or loosen the SLO.",
         )
 
 

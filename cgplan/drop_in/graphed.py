@@ -271,36 +271,7 @@ class Graphed:
         graphs = sum(len(runner.plan.keys) for runner in learner.runners)
         mode = self._settings.compilation.cudagraph_mode
         lines = [f"{self._name}: {graphs} of {self._settings.max_graphs} {mode} graphs"]
-        rows = []
-        shown = [kind.notes for kind in learner.kinds if kind.stats]
-        latest = learner.kinds[-_MOST_WITHOUT_GRAPHS:]
-        for kind in reversed(learner.kinds):
-            # states of one object are one row
-            if kind.stats or (kind in latest and kind.notes not in shown):
-                shown.append(kind.notes)
-                keys = kind.runner.plan.keys if kind.runner else ()
-                sizes = ", ".join(key.size for _, key in reversed(keys))
-                none_yet = f"none yet ({counted(kind.first_calls, 'call')})"
-                lost = "freed" if kind.stats else none_yet
-                if kind.eager_reason:
-                    lost = "eager"
-                rows.append((sizes or lost, kind.stats and kind.stats.calls, self._notes_of(kind)))
-        rows.reverse()
-        common = set(rows[0][2] if len(rows) > 1 else ())
-        for _, _, notes in rows:
-            common &= {*notes}
-        lines += [f"all kinds: {note}" for note in sorted(common)]
-
-        if rows:
-            table = Grid(
-                rows,
-                TextColumn("sizes", "0"),
-                Column("calls", "1"),
-                TextColumn(
-                    "kind", lambda row: "\n".join(note for note in row[2] if note not in common)
-                ),
-            )
-            lines.append(plain_text(table))
+        lines += self._table_of_kinds()
         if learner.runners:
             nbytes = calls.pool.nbytes
             for runner in learner.runners:
@@ -320,6 +291,46 @@ class Graphed:
         for reason, count in calls.eager.most_common():
             lines.append(f"{counted(count, 'call')} ran eagerly: {reason}")
         return "\n".join(lines)
+
+    def _table_of_kinds(self) -> Iterator[str]:
+        learner = self._learner
+        rows = []
+        shown = [kind.notes for kind in learner.kinds if kind.stats]
+        latest = learner.kinds[-_MOST_WITHOUT_GRAPHS:]
+        older = 0
+        for kind in reversed(learner.kinds):
+            # states of one object are one row
+            if not kind.stats and kind.notes in shown:
+                continue
+            shown.append(kind.notes)
+            if not kind.stats and kind not in latest:
+                older += 1
+            else:
+                keys = kind.runner.plan.keys if kind.runner else ()
+                sizes = ", ".join(key.size for _, key in reversed(keys))
+                none_yet = f"none yet ({counted(kind.first_calls, 'call')})"
+                lost = "freed" if kind.stats else none_yet
+                if kind.eager_reason:
+                    lost = "eager"
+                rows.append((sizes or lost, kind.stats and kind.stats.calls, self._notes_of(kind)))
+        rows.reverse()
+        common = set(rows[0][2] if len(rows) > 1 else ())
+        for _, _, notes in rows:
+            common &= {*notes}
+        for note in sorted(common):
+            yield f"all kinds: {note}"
+        if rows:
+            table = Grid(
+                rows,
+                TextColumn("sizes", "0"),
+                Column("calls", "1"),
+                TextColumn(
+                    "kind", lambda row: "\n".join(note for note in row[2] if note not in common)
+                ),
+            )
+            yield plain_text(table)
+        if older:
+            yield f"not shown: {counted(older, 'older kind')} without graphs"
 
     def _notes_of(self, kind: Kind) -> list[str]:
         notes = list(kind.notes)

@@ -612,6 +612,7 @@ class _BoxProblem:
             verdict = f"{NOT_WORTH_IT}: {verdict}"
         if surface:
             verdict = surface.doubt + verdict
+        unsure += self._between(boxes)
         beyond = self.traffic.beyond
         if beyond:
             share = f"{beyond:,} of {beyond + self._total:,.0f} batches"
@@ -655,7 +656,7 @@ class _BoxProblem:
             padding=own.padding,
         )
 
-    def _notes(self, boxes: Ints) -> Iterator[str]:
+    def _between(self, boxes: Ints) -> Iterator[str]:
         if self.surface:
             axes = self.surface.axes
             ran = boxes[self._runs_in(boxes)]
@@ -670,6 +671,8 @@ class _BoxProblem:
                     f"{share:.1%} of the steps run in graphs between measured sizes: their times "
                     f"are guessed; measure them: {bench_of(self.base, *sizes)}"
                 )
+
+    def _notes(self, boxes: Ints) -> Iterator[str]:
         if self._thinned:
             yield (
                 f"too many sizes of {' and '.join(self._thinned)}: only those that pad batches "

@@ -153,6 +153,8 @@ class Planner:
         if self.slo:
             by_slo = self._for_slo(config, weighed)
             planned, miss = by_slo[0]
+            if not (miss.holds or self._worst_miss(config, build_plan(config)).holds):
+                miss = miss._replace(text=f"{miss.text}; the graphs asked for miss it, too")
             decided.append(self._said_of_slo(planned, miss))
             for made, its in by_slo:
                 by_mode[made.plan.mode] = made, its

@@ -24,6 +24,7 @@ def doubts(plan: Plan, run: Run) -> tuple[str, ...]:
     """Why the plan may be for other steps than those to come."""
     return (
         *_unmeasured_sizes(plan, run),
+        *_sizes_between(plan, run),
         *_lora_cases(plan, run),
     )
 
@@ -176,8 +177,8 @@ def _unmeasured_sizes(plan: Plan, run: Run) -> Iterator[str]:
         yield f"{' and '.join(names)}: {text}"
 
 
-def sizes_between(plan: Plan, run: Run) -> Iterator[str]:
-    """A note on graphs between measured sizes whose times differ so much that a step may, too."""
+def _sizes_between(plan: Plan, run: Run) -> Iterator[str]:
+    """On graphs between measured sizes whose times differ so much that a step may, too."""
     sizes = []
     share = may_differ = 0.0
     measured: set[int] = set()

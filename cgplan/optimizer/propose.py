@@ -39,7 +39,7 @@ from cgplan.optimizer.evidence import (
     ladder_words,
     of_costs,
 )
-from cgplan.optimizer.lint import CLIFF, bench_of, doubts, lint, rows_without_graphs, sizes_between
+from cgplan.optimizer.lint import CLIFF, bench_of, doubts, lint, rows_without_graphs
 from cgplan.optimizer.problem import (
     Lists,
     Problem,
@@ -680,7 +680,6 @@ class PlannedGraphs:
 
     def _notes(self) -> Iterator[str]:
         plan = self.plan
-        yield from sizes_between(plan, self.run)
         yield from rows_without_graphs(plan, self.run)
         planned = self.inputs.lora_cases
         merged = [str(case) for case in plan.lora_cases if case not in planned]
@@ -716,18 +715,17 @@ class PlannedGraphs:
             return f"{format_microseconds(expected)} a step with {graphs}"
         theirs = f"with {ladder.words}"
         change = self._change(ladder.expected_us, self.inputs.ladders[ladder.name].lanes())
+        steps = "steps that either runs in graphs are"
         if change > NO_GAIN:
-            return (
-                f"steps that graphs run are {change:.1%} longer than {theirs}, with {graphs}: "
-                f"{'--slo asks for the fewest' if self.for_slo else 'see what binds'}"
-            )
+            why = "--slo asks for the fewest" if self.for_slo else "see what binds"
+            return f"{steps} {change:.1%} longer with {graphs} than {theirs}: {why}"
         if ladder.no_gain and change <= ALIKE:
             return (
                 f"no gain in step time: {theirs} it is within 1% of the bound; as good in the "
                 f"mean step with {graphs}"
             )
         if change < -NO_GAIN:
-            return f"steps that graphs run are {-change:.1%} shorter than {theirs}, with {graphs}"
+            return f"{steps} {-change:.1%} shorter with {graphs} than {theirs}"
         return f"steps within 1% of those {theirs}, with {graphs}"
 
     @property

@@ -29,7 +29,7 @@ MOST_UNLIKE = 0.05  # steps of ranks that run together
 _START = "Initializing a V1 LLM engine"
 _VERSION = re.compile(rf"(?:{_START} \(v|API server version )([\w.+-]+)")
 _FINISHED = re.compile(r"Graph capturing finished in (\d+) secs, took (-?[\d.]+) GiB")
-_ANOTHER = re.compile(f"{_FINISHED.pattern}|enforce_eager=True")
+_ANOTHER = re.compile(f"{_FINISHED.pattern}|enforce_eager=True|(?=non-default args)")
 _ESTIMATED = re.compile(
     r"CUDA graph pool memory: -?[\d.]+ GiB \(actual\), ([\d.]+) GiB \(estimated\)"
 )
@@ -359,7 +359,7 @@ class StartLog:
             size += f", {left * GIB / self.kv_token_bytes:,.0f} tokens"
         if total * share == today and self.sizes:
             change = "less" if left < used else "more"
-            size += f", {abs(left - used):.2f} GiB {change} than today"
+            size += f", {abs(left - used):.2f} GiB {change} than in the log"
         yield (
             f"--kv-cache-memory-bytes {left * GIB:.0f} ({size}): {total:g} GiB of the GPU x "
             f"--gpu-memory-utilization {share:g}, less {rest:.2f} GiB for all else, at the log's "

@@ -377,6 +377,10 @@ def _answer(
             )
         rows.append(("warning", f"{worst.source}: {took}; {remedy}"))
     told = [row for row in said(plan, brief=not whole) if row not in rows]
+    traffic = f"{evidence.traffic_source}: {evidence.traffic_weight:,.0f} steps"
+    if evidence.service and evidence.replicas == 1:
+        traffic += ", all on one server: if several share them, give --replicas"
+    rows.append(("traffic", traffic))
     rows.append(("step times", evidence.times_source))
     rows += [row for row in _rows(plan) if row[0] in ("mode", "LoRA cases")]
     if sizes:
@@ -460,7 +464,6 @@ def _details(evidence: Evidence) -> Iterator[RenderableType | None]:
 
 
 def _assumptions(plan: Plan, evidence: Evidence) -> Iterator[Fact]:
-    yield "traffic", f"{evidence.traffic_source}: {evidence.traffic_weight:,.0f} steps"
     yield "costs", predicted_by(plan.predicted) if plan.predicted else "not known: give --costs"
     yield "rule", evidence.rule
     if evidence.insurance:
@@ -528,7 +531,7 @@ def _ladders(evidence: Evidence, whole: bool) -> RenderableType | None:
         shown = shown[:most]
     words = [
         f"padding: share of all that runs; gain: how much shorter the plan's step is{more}",
-        f"bound: each batch at its best, in a graph{eager}; no gain: a ladder within 1% of it",
+        f"bound: each batch at its best, in a graph{eager}; no gain: graphs within 1% of it",
     ]
     table = _beside((plan, *shown), TextColumn("gain", gain))
     return titled("Ladders on the same traffic", table, Sentences(*words))

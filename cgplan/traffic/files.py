@@ -719,6 +719,11 @@ def _unknown_form(text: str, first: str, path: Path) -> TrafficError:
             remedy="Run vLLM with --cudagraph-metrics and with its log of statistics on; then it "
             f"writes tables that begin with | {' | '.join(COLUMNS)} |.",
         )
+    if "# TYPE " in text:
+        return TrafficError(
+            f"{path}: the metrics count no batches ({METRIC}_total)",
+            remedy="Give those of a runner that has run some; of an engine, its log or requests.",
+        )
     described = "; ".join(form.described for form in FORMS)
     found = "is YAML, not traffic"
     if path.suffix not in (".yaml", ".yml"):

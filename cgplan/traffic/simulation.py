@@ -204,8 +204,8 @@ def simulate(
     warnings = [*trace.warnings, *engine.overload()]
     if bounds.query_len > 1:
         warnings.append(
-            "step times are without drafting, so TPOT and an SLO lack its time, unless each row of "
-            "a table has the draft's milliseconds: add them"
+            "step times are without drafting, unless each row of a table has it: TPOT lacks that "
+            "time, with all graphs alike, so take an SLO from the row `asked for`"
         )
     if bounds.query_len > 1 and not bounds.accepted_tokens:
         warnings.append(
@@ -536,8 +536,8 @@ class _Engine:
         replicas = math.ceil(load * len(self.ranks))
         return [
             f"overload: requests come {load:.2f} times as fast as this server serves them; "
-            f"{self.length:,} of {came:,} wait when the last one comes; {replicas} replicas "
-            "would do. A plan for them is for full batches alone"
+            f"{self.length:,} of {came:,} wait when the last one comes, so the plan is for full "
+            f"batches alone. If servers share them, give --replicas; {replicas} would do"
         ]
 
     def service(self, lasted: int) -> Service:

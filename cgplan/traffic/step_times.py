@@ -419,7 +419,6 @@ class StepTimes(Record):
     )
     full_of_decode: bool = False
     notes: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()  # of earlier versions
     doubt: str = ""
     unsure: tuple[str, ...] = ()
 
@@ -441,11 +440,6 @@ class StepTimes(Record):
             ascending = zip(sizes, accumulate(times, max), strict=True)
             curve = TimeCurve(mode=mode, num_active_loras=case, points=tuple(ascending))
             curves.append(curve)
-            floor = ""
-            if mode is CUDAGraphMode.FULL:
-                floor = "; it saves less where eager steps grow"
-            elif CUDAGraphMode.FULL in modes:
-                floor = ", and at least the time of a FULL graph, unless that is guessed too long"
             points_raised = [(f"{size} tokens", raw[size], time) for size, time in curve.points]
             height, text = _most_raised(curve.name, points_raised)
             if height > 1 + WORTH_A_WARNING:
@@ -456,11 +450,6 @@ class StepTimes(Record):
                 unsure.append(
                     f"{curve.name} was measured at {counted(sizes[0], 'token')} only: taken as "
                     "long for others; measure those, too"
-                )
-            else:
-                said.append(
-                    f"{curve.name} beyond {sizes[-1]} tokens was not measured: "
-                    f"{format_microseconds(curve.last_slope)} for each more token{floor}"
                 )
             if sizes[0] > FEW and mode is not CUDAGraphMode.PIECEWISE:
                 unsure.append(
@@ -562,7 +551,7 @@ class StepTimes(Record):
         hidden = () if mode.has_mode(CUDAGraphMode.PIECEWISE) else ("PIECEWISE ",)
         unsure, notes = (
             tuple(text for text in texts if not text.startswith(hidden))
-            for texts in (self.unsure + self.warnings, self.notes)
+            for texts in (self.unsure, self.notes)
         )
         if self.full_of_decode and mode.mixed_mode() is CUDAGraphMode.FULL:
             unsure += (FULL_OF_DECODE,)

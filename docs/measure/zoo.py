@@ -624,12 +624,12 @@ def line(record):
 
 
 def summary(records):
-    """One line for each way: how many models it captured, and how many of those are right; then what AUTO took."""
+    """One line for each way: how many models it captured whole, how many of those are right; then what AUTO took."""
     ran = [record for record in records if not record.get("skipped") and not record["error"]]
     yield f"{len(records)} models, {len(ran)} of them ran"
     for name in GRAPHED:
         words = [verdict(record, name) for record in ran]
-        taken = [word for word in words if word not in ("-", "refused", "eager")]
+        taken = [word for word in words if word not in ("-", "refused", "eager") and not word.startswith("part ")]
         if taken:
             equal, near = words.count("equal"), sum(word.startswith("~") for word in words)
             rest = len(taken) - equal - near

@@ -291,6 +291,7 @@ def test_a_check_serves_with_the_kv_cache_and_the_replicas_of_the_plan() -> None
     check = ("plan", "check", "plan.json", *GIVEN[-4:-2], "--speedup", "20")
     found = json.loads(good(*check, "--json").stdout)
     assert "for 1 of 2 replicas" in found["traffic_source"]
+    assert "all on one server" not in good("inspect", "plan.json").stdout
     assert "a KV cache of 400 tokens" in str(found["notes"])
     alone = json.loads(good(*check, "--replicas", "1", "--json").stdout)
     assert "replicas" not in alone["traffic_source"]
@@ -363,6 +364,22 @@ def test_an_slo_that_nothing_holds_shows_the_nearest_plan_and_what_it_misses() -
     assert "no number of graphs that was tried holds the SLO" in told
     assert re.search(r"tpot_p50 is 3[^;]*, 1.00 us are asked for; ttft_p99 is", told)
     assert "step_p99 is" not in told
+    assert "asked for; the graphs asked for miss it, too" in told
+
+
+def test_an_slo_that_the_budget_alone_breaks_does_not_blame_the_graphs_asked_for() -> None:
+    command = (*GIVEN, "--mode", "keep", "--max-graphs", "1")
+    result = cgplan_command(*command, "--slo", "tpot_p99=1us", "--json")
+    plan, asked, _ = json.loads(result.stdout)["evidence"]["service"]
+    its, theirs = (point["service"]["tpot_us"]["p99"] for point in (plan, asked))
+    assert theirs < its
+    between = f"tpot_p99={(its + theirs) / 2:.0f}us"
+    result = cgplan_command(*command, "--slo", between)
+    assert result.exit_code == errors.RegretError.exit_code
+    told = unwrapped(result.stderr)
+    assert "tpot_p99 is" in told
+    assert "miss it, too" not in told
+    assert "give a larger --max-graphs, or loosen the SLO" in told
 
 
 def test_an_slo_that_graphs_change_nothing_of_leaves_the_plan_as_it_is(home: Path) -> None:
@@ -526,7 +543,9 @@ def test_a_draft_model_counts_in_the_budget(home: Path) -> None:
     once = f"{plan.num_graphs} graphs ({len(plan.draft_keys)} of them of the draft model)"
     assert f"Plan: {once} instead of" in shown
     assert f"those with the vllm ladder's 179 graphs, with {once}" in shown
-    undrafted = "warning     step times are without drafting, so TPOT and an SLO lack its time"
+    undrafted = (
+        "warning     step times are without drafting, unless each row of a table has it: TPOT lacks"
+    )
     assert undrafted in shown.partition("sizes  ")[0]
     accepted = "all drafts count as accepted, so TPOT is too short: --set speculative."
     assert f"warning     {accepted}" in shown.partition("sizes  ")[0]
@@ -750,7 +769,7 @@ def test_the_plan_is_compared_with_the_graphs_that_were_asked_for(mode: str) -> 
     theirs = "no graphs, as asked for"
     if asked["graphs"]:
         theirs = f"the {asked['graphs']} graphs asked for"
-    assert f"shorter than with {theirs}, with {len(plan.keys)} graphs" in plan.evidence["verdict"]
+    assert f"shorter with {len(plan.keys)} graphs than with {theirs}" in plan.evidence["verdict"]
     shown = unwrapped(good(*given).stdout)
     head, hint, _ = shown.partition("; --costs start.log, ")
     assert hint

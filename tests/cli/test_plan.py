@@ -398,14 +398,14 @@ def test_plan_for_requests_that_one_server_cannot_serve_warns(home: Path) -> Non
     assert plan.evidence is not None
     assert "overload: requests come" in plan.evidence["unsure"][0]
     head, *_ = re.split(r"^ *sizes ", good(*command).stdout, flags=re.MULTILINE)
-    assert "replicas would do" in " ".join(head.split())
+    assert "give --replicas; " in " ".join(head.split())
     good(*use_traffic(home), "--output", "plan.json")
     check = ("plan", "check", "plan.json", "--traffic", "trace.csv")
     found = PlanCheck.model_validate_json(good(*check, "--json").stdout)
     assert found.warnings[-1].startswith("overload: requests come")
     shown = " ".join(good(*check).stdout.split())
     assert shown.count("warning overload: requests come") == 1
-    assert "A plan for them is for full batches alone" in shown
+    assert "so the plan is for full batches alone" in shown
     apart = plan_of(*command, *settings("scheduler.mixed_batches=false"))
     assert apart.evidence is not None
     assert apart.config_hash == plan.config_hash, "a capture does not count with it"
@@ -787,8 +787,9 @@ def test_the_answer_for_the_traffic_of_the_readme_fits_on_one_screen(
         r"Plan: \d+ graphs instead of the vllm ladder's 35 graphs; --costs estimate tells start-up and memory",
         shown[0],
     )
-    warned, source = (line.split("  ")[-1].strip() for line in shown[3:5])
+    warned, served, _, source = (line.split("  ")[-1].strip() for line in shown[3:7])
     assert warned.startswith("sizes for another model: give --step-times, by `cgplan bench ")
+    assert served.endswith(", all on one server: if several")
     assert source.startswith("default, of another model: ")
     monkeypatch.setenv("COLUMNS", "80")
     assert max(map(len, good(*command).stdout.splitlines())) <= 80
@@ -980,7 +981,7 @@ def test_vllm_check(home: Path) -> None:
         r"predicted: \S+ \S+ and \S+ s, by the log of vLLM, \S+ \(no graph of the draft model\)",
         shown,
     )
-    assert re.search(r"\(\d+\.\d\d GiB on each GPU, \d\.\d\d GiB less than today\): ", shown)
+    assert re.search(r"\(\d+\.\d\d GiB on each GPU, \d\.\d\d GiB less than in the log\): ", shown)
     assert unwrapped(good("vllm", "check", *drafted, "--costs", str(log)).stdout) == shown
     as_logged = ("--max-num-batched-tokens", "8,192")
     assert good("vllm", "check", *as_logged).stdout == good("vllm", "check").stdout
@@ -1866,8 +1867,8 @@ def test_plan_prices_graphs_by_the_model(home: Path, word: str) -> None:
 def test_plan_warns_where_costs_are_missing_for_a_budget(home: Path) -> None:
     command = (*use_traffic(home), "--memory", "2GiB", "--capture-time", "5s")
     lines = good(*command).stdout.splitlines()
-    above = " ".join(" ".join(lines).split()).partition(" sizes ")[0]
-    assert "warning budget.memory and budget.capture_time did not bound this plan: give" in above
+    above = " ".join("\n".join(lines).partition("\n  sizes ")[0].split())
+    assert "budget.memory and budget.capture_time did not bound this plan: give" in above
     assert "--costs with the log of a start of vLLM, a capture report, estimate or measure" in above
     assert "budget.memory and budget.capture_time not looked at" in " ".join(
         " ".join(lines).split()

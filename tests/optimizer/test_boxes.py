@@ -524,10 +524,10 @@ def test_boxes_between_measured_sizes_are_told_where_times_may_differ(
     seen = traffic_of({(n,): 1 for n in (1, 2, 3, 4)}, names=("batch",))
     config = config_of(4, dims={"batch": {"max": 4}})
     evidence = propose_boxes(config, seen._replace(warnings=("few",)), surface).evidence
-    note = (
+    warning = (
         "50.0% of the steps run in graphs between measured sizes: their times are guessed; "
         "measure them: `cgplan bench FILE --set 'dims.batch.sizes=[1,2,3,4]' "
         "--set model.target=my_model.py:build --output bench.json`"
     )
-    assert any(note in each for each in evidence.traffic_notes) is is_told
+    assert any(warning in each for each in evidence.unsure) is is_told
     assert "few" in evidence.unsure

@@ -49,10 +49,16 @@ def warnings(plan: Plan, seen: Traffic, about: str = "", times: StepTimes = TIME
 
 
 def test_a_plan_that_fits_has_no_warning() -> None:
-    plan = plan_of("FULL_AND_PIECEWISE", [1, 2, 4, 8, 16, 32, 48, 64, 100, 150, 190])
-    assert (
-        warnings(plan, traffic(decode({1: 5, 8: 5, 64: 5}), mixed({100: 1, 190: 1, 400: 1}))) == []
-    )
+    sizes = [1, 2, 4, 8, 16, 32, 48, 64, 100, 150, 190]
+    plan = plan_of("FULL_AND_PIECEWISE", sizes)
+    seen = traffic(decode({1: 5, 8: 5, 64: 5}), mixed({100: 1, 190: 1, 400: 1}))
+    (told,) = warnings(plan, seen)
+    assert "run in graphs between measured sizes (8, 64, 100, 190)" in told
+    points = {
+        (mode, 0): {size: TIMES.of(mode, size) for size in (*sizes, 400)}
+        for mode in (NONE, PIECEWISE, FULL)
+    }
+    assert warnings(plan, seen, times=StepTimes.measured(points, "by hand")) == []
 
 
 @pytest.mark.parametrize(
@@ -101,14 +107,14 @@ def test_decode_of_drafts_beyond_the_measured_sizes_says_how_to_measure_it() -> 
     seen = traffic({StepShape(4 * n, n, True): 1 for n in (1, 64)}, mixed({390: 1}))
     points = {mode: {1: 4_000, 128: 9_000} for mode in ((PIECEWISE, 0), (FULL, 0))}
     times = StepTimes.measured({(NONE, 0): {1: 20_000, 400: 40_000}, **points}, "by hand")
-    piecewise, decodes = sorted(warnings(plan, seen, "measured", times), reverse=True)
+    piecewise, decodes = sorted(warnings(plan, seen, "measured up to", times), reverse=True)
     assert "of 256, 400 is extrapolated" in piecewise
     with_drafts = f"--max-num-seqs {4 * plan.max_num_seqs}"
     start = f"to vLLM with no drafts and {with_drafts}, or a bench"
     assert piecewise.endswith(f"send steps of 129 to 400 tokens {start}")
     how = f"send up to 256 requests at once {start}"
     assert decodes.endswith(how)
-    assert warnings(plan, seen, "measured") == []
+    assert warnings(plan, seen, "measured up to") == []
 
 
 # --- cliffs ---------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import pytest
 
 from cgplan.config import Config
 from cgplan.errors import BudgetError, ReportError, StepTimeError
-from cgplan.modes import RUNTIME_MODES
+from cgplan.modes import RUNTIME_MODES, AttentionSupport, CUDAGraphMode
 from cgplan.planning import build_plan
 from cgplan.planning.engines import VERSIONS, emit, read_vllm
 from cgplan.planning.plan import ladder_sizes
@@ -115,9 +115,9 @@ def test_the_kv_cache_of_other_graphs_shares_and_gpus(
 def test_a_kv_cache_is_compared_with_todays(graphs: int, change: str) -> None:
     """vLLM kept 0.75 GiB free, and advises to leave 150 MiB."""
     (told,) = started(BOUND + LOG).kv_cache(PLAN, graphs, None, None)
-    assert f" GiB on each GPU, {change} than today): " in told
+    assert f" GiB on each GPU, {change} than in the log): " in told
     (other,) = started(BOUND + LOG).kv_cache(PLAN, graphs, 0.8, None)
-    assert "than today" not in other
+    assert "than in the log" not in other
 
 
 def test_a_log_without_its_bound_on_tokens_has_no_kv_cache() -> None:
@@ -297,6 +297,21 @@ def test_graphs_of_a_start_are_compared_by_size_and_mode(
     assert found == ([] if told is None else [said])
 
 
+def test_a_start_that_failed_says_nothing_of_the_next_one() -> None:
+    """Its attention backend allowed fewer modes; each server's log begins with its options."""
+    given = "INFO non-default args: {'model': 'm', 'max_num_seqs': 8}\n"
+    lowered = (
+        "WARNING CUDAGraphMode.FULL_AND_PIECEWISE is not supported with A backend (support: "
+        "AttentionCGSupport.NEVER); setting cudagraph_mode=PIECEWISE\n"
+    )
+    engine = LOG.partition("\n")[0] + "\n"
+    failed = f"{given}{engine}{lowered}ERROR torch.OutOfMemoryError\n"
+    log = started(failed + given + LOG)
+    assert (log.mode, log.support) == (CUDAGraphMode.FULL_AND_PIECEWISE, None)
+    log = started(given + lowered + LOG)  # a rank's line may stand before another rank's engine
+    assert (log.mode, log.support) == (CUDAGraphMode.PIECEWISE, AttentionSupport.NEVER)
+
+
 def test_a_start_with_more_requests_is_named_by_its_bound() -> None:
     """Its sizes and mode are those of the plan; the server logs the options that it was given."""
     plan = build_plan(config_of('{"cudagraph_capture_sizes": [1, 2, 4, 8, 16]}'))
@@ -329,7 +344,7 @@ def test_a_start_with_other_adapters_leaves_another_kv_cache(
     """Adapters take memory besides graphs; a log without its first line does not tell theirs."""
     plan = build_plan(read_vllm("{}", max_num_seqs=8, max_loras=most).loaded.config)
     text = "" if given is None else f"INFO non-default args: {{'model': 'm', {given}}}\n"
-    log = replace(started(BOUND + text + LOG), graphs={}, sizes=())
+    log = replace(started(text + BOUND + LOG), graphs={}, sizes=())
     assert [*log.other_memory(plan)] == ([told] if told else [])
     (said,) = log.kv_cache(plan, log.bytes, None, None)
     assert said.startswith("no --kv-cache-memory-bytes: ") == (told is not None)

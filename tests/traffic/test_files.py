@@ -191,6 +191,7 @@ SAVED = b'{"kind": "traffic", "source": "", "histogram": [%b]}'
             "a histogram has num_tokens, count",
         ),
         (b'[{"num_tokens": 1, "count": 1}]\n', "no known column in", "a histogram has"),
+        (b"# TYPE up gauge\nup 1\n", "the metrics count no batches", "a runner that has run some"),
         (b"{}\n", "no known column in '{}'", "a Mooncake trace has timestamp"),
         (
             b'{"kind": "plan"}',

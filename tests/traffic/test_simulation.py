@@ -461,7 +461,7 @@ def test_an_overload_is_a_warning_with_the_replicas_that_would_do(
     trace = RequestTrace(requests)
     (warning,) = simulate(trace, ONE_BY_ONE, lambda batch: 10.0).warnings
     assert f"requests come {times}" in warning
-    assert f"; {replicas} replicas would do" in warning
+    assert f"; {replicas} would do" in warning
     assert simulate(trace.spread(replicas), ONE_BY_ONE, lambda batch: 10.0).warnings == ()
 
 
@@ -523,7 +523,7 @@ def test_replicas_that_would_do_count_the_ranks() -> None:
         RequestTrace(every(2.5, 1000)), replace(ONE_BY_ONE, ranks=2), lambda batch: 10.0
     ).warnings
     assert "requests come 2.00" in warning
-    assert "; 4 replicas would do" in warning
+    assert "; 4 would do" in warning
 
 
 # --- the clock -------------------------------------------------------------------------------------------------
