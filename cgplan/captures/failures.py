@@ -122,7 +122,7 @@ def explain_eager_failure(
         return lacking
     remedy = said_of_names(model, inputs) + "Check the declared inputs"
     for name, declared in inputs.items():
-        remedy += f", {name} [{', '.join(map(str, declared.shape))}]"
+        remedy += f", {name} [{', '.join(map(str, declared.shape))}] padded with {declared.pad}"
         if not any(extent.symbol for extent in declared.extents):
             remedy += " (no dimension is num_tokens)"
     remedy += ", against the model's forward"

@@ -156,7 +156,9 @@ def check_vllm(
         typer.echo("\n".join((*emission.notes, emission.block)))
         remedy = f"vLLM lowered the mode: plan again with --costs {file}."
         if log and log.support is None:
-            remedy = "Start vLLM with the options of the plan, the last lines above."
+            remedy = (
+                "Start vLLM with the plan's options, the last lines above, or give its own plan."
+            )
         if predicted and predicted.source.endswith(f", {file}"):
             remedy = (
                 f"The costs of the plan are of {file}: with it give the last lines above in place "

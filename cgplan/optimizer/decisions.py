@@ -38,6 +38,7 @@ GIVEN_UP = 0.003  # the most by which they may lengthen the mean step of the loa
 LARGE = 200_000
 SLOWER = 0.05  # steps of a plan for an SLO, if enough graphs hold it
 MOST_FOR_SLO = 128  # graphs that an SLO is tried with; p99 need not fall with more
+HALVINGS = 6  # of the memory that an SLO is tried with
 NOTABLE = 0.05  # a change of a figure that is worth a word
 LEAST = 0.0005  # a share that 0.1% is written for
 MIB = 1 << 20  # of memory, which is worth no word
@@ -554,16 +555,18 @@ class Planner:
         planned: PlannedGraphs,
         enough: int,
     ) -> Judged:
-        """The fewest graphs that hold the SLO, if possible with steps little longer; else the plan
-        as it is, or one that comes notably nearer. Where the most miss it, doublings are tried.
+        """The fewest graphs that hold the SLO, in the least memory, if possible with steps little
+        longer; else the plan as it is, or one that comes notably nearer. Where the most miss it,
+        doublings are tried.
         """
         first = self._worst_miss(config, planned.plan)
         found = [(planned, first)]
         longest = planned.run.expected_us * (1 + SLOWER)
 
-        def holds_with(graphs: int) -> bool:
+        def holds_with(graphs: int, **limits: int) -> bool:
+            bounded = config.with_values("budget", max_graphs=graphs, **limits)
             try:
-                made = self._planned(config.with_values("budget", max_graphs=graphs))
+                made = self._planned(bounded)
             except BudgetError:
                 return False
             miss = self._worst_miss(config, made.plan)
@@ -584,8 +587,18 @@ class Planner:
             self.progress(index, len(numbers), f"{planned.plan.mode} within the SLO")
             if holds_with(graphs):
                 break
-        self._tried += found
         fewest, miss = _fewest_first(found, longest)[0]
+        graphs = fewest.plan.num_graphs
+        misses, holds = 0, _bytes_of(fewest)
+        for index in range(HALVINGS if miss.holds and holds else 0):
+            self.progress(index, HALVINGS, f"{planned.plan.mode} in less memory")
+            memory = (misses + holds) // 2
+            if holds_with(graphs, memory=memory):
+                holds = memory
+            else:
+                misses = memory
+        fewest, miss = _fewest_first(found, longest)[0]
+        self._tried += found
         if not miss.holds:
             other, nearest = min(found, key=lambda pair: pair[1].share)
             if 1 + nearest.share < (1 + first.share) * (1 - NOTABLE):
@@ -665,14 +678,19 @@ class Planner:
 
 def _fewest_first(found: Sequence[Judged], longest: float) -> list[Judged]:
 
-    def place(pair: Judged) -> tuple[int, int]:
+    def place(pair: Judged) -> tuple[int, int, int]:
         planned, miss = pair
         if not miss.holds:
-            return 2, 0
+            return 2, 0, 0
         is_long = planned.run.expected_us > longest
-        return int(is_long), planned.plan.num_graphs
+        return int(is_long), planned.plan.num_graphs, _bytes_of(planned)
 
     return sorted(found, key=place)
+
+
+def _bytes_of(planned: PlannedGraphs) -> int:
+    cost = planned.plan.predicted
+    return cost.total_bytes if cost else 0
 
 
 def _eager(config: Config) -> Config:

@@ -613,13 +613,13 @@ class PlannedGraphs:
         for name, used in spent.items():
             most = limits.get(name, math.inf)
             if used is not None and used > most:
-                is_slo = self.for_slo and name == "max_graphs"
+                is_slo = self.for_slo and name not in self.plan.budget
                 broken.append("slo" if is_slo else name)
         return tuple(broken)
 
     def _rule(self) -> str:
         if self.for_slo:
-            return "the fewest graphs of those tried with which the SLO holds"
+            return "of the plans tried the fewest graphs, in the least memory, that hold the SLO"
         inputs = self.inputs
         given = []
         for name, written in WRITTEN.items():

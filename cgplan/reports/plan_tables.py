@@ -503,7 +503,9 @@ def _reasons(plan: Plan, evidence: Evidence, whole: bool) -> Iterator[Fact]:
         if evidence.one_list:
             brings += " with a size more"
         if not evidence.binding and "max_graphs" not in plan.budget:
-            brings += "; --max-graphs has it (the plan is as good as your sizes and vLLM's)"
+            brings += (
+                "; --max-graphs has it (the plan is at least as good as your sizes and vLLM's)"
+            )
         unseen = f"is for {' or '.join(more)}, and " if more else ""
         nothing = f"{unseen}would bring this traffic nothing"
         yield "next graph", brings if worth.percent >= 1e-3 else nothing

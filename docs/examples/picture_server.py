@@ -41,14 +41,22 @@ class Net(nn.Module):
         return self.head(self.body(x).mean((2, 3)))
 
 
+def inputs_of(shape):
+    return {"x": (("num_tokens", *shape), torch.float32, 0)}  # x as in your forward; num_tokens: pictures
+
+
+def drawn(n, shape):
+    """Of n pictures the inputs, for `check`."""
+    return (torch.rand(n, *shape),)
+
+
 def capture():
     assert SIZES, "SIZES lists no shape"
     model, runners = build().eval().to(DEVICE), {}
     largest = {"max_num_seqs": LARGEST, "max_num_batched_tokens": LARGEST}
     for shape, sizes in SIZES.items():
-        inputs = {"x": (("num_tokens", *shape), torch.float32, 0)}  # x as in your forward; num_tokens: pictures
         graphs = {"cudagraph_capture_sizes": sizes}
-        runners[shape] = cgplan.capture(model, inputs, compilation=graphs, scheduler=largest)
+        runners[shape] = cgplan.capture(model, inputs_of(shape), compilation=graphs, scheduler=largest)
         check(model, runners[shape], shape)
     return runners
 
@@ -56,14 +64,19 @@ def capture():
 @torch.no_grad()
 def check(model, runner, shape):
     """The server does not start if a graph differs from your model, if that mixes rows, or if `run` does not fit it."""
-    found = model(torch.rand(1, *shape, device=DEVICE))
+
+    def own(*inputs):
+        return model(*(each.to(DEVICE) for each in inputs))
+
+    found = own(*drawn(1, shape))
     assert isinstance(found, torch.Tensor), f"forward returns {type(found).__name__}: return a tensor, m(x).logits, say"
     for n in filter(runner.padded, range(1, LARGEST + 1)):  # each graph, padded and full
-        record = runner.verify(torch.rand(n, *shape))
+        record = runner.verify(*drawn(n, shape))
         assert not record.failure, f"a batch of {n}, shape {shape}: {record.failure}"
-    pictures = [torch.rand(shape), *[torch.ones(shape)] * (LARGEST - 1)]
+    picture = tuple(each[0] for each in drawn(1, shape))
+    pictures = [picture, *[tuple(map(torch.ones_like, picture))] * (LARGEST - 1)]
     run(runner, pictures[:1])
-    alone, beside = (torch.tensor(run(lambda x: model(x.to(DEVICE)), pictures[:n])[0]) for n in (1, LARGEST))
+    alone, beside = (torch.tensor(run(own, pictures[:n])[0]) for n in (1, LARGEST))
     allowed = beside.abs().max().item() / 100
     assert torch.allclose(alone, beside, 1e-2, allowed), (
         f"shape {shape}: a picture beside others is answered otherwise: a layer mixes rows (call .eval() on it), "
@@ -73,7 +86,7 @@ def check(model, runner, shape):
 
 
 def run(runner, pictures):
-    return runner(torch.stack(pictures)).tolist()  # read before the next call
+    return runner(*map(torch.stack, zip(*pictures, strict=True))).tolist()  # read before the next call
 
 
 def serve(runners, waiting):
@@ -87,7 +100,7 @@ def serve(runners, waiting):
         batches = {}
         for picture, waits in taken:
             if waits.set_running_or_notify_cancel():  # others do not wait any more
-                batches.setdefault(picture.shape, []).append((picture, waits))
+                batches.setdefault(picture[0].shape, []).append((picture, waits))
         for batch in batches.values():
             answer(runners, batch)
     for runner in runners.values():
@@ -97,7 +110,7 @@ def serve(runners, waiting):
 def answer(runners, batch):
     pictures = [picture for picture, _ in batch]
     try:
-        scores = run(runners[pictures[0].shape], pictures)
+        scores = run(runners[pictures[0][0].shape], pictures)
     except Exception as error:  # these requests fail, and later ones are served
         for _, waits in batch:
             waits.set_exception(error)
@@ -128,7 +141,7 @@ def picture_of(pixels):
         raise HTTPException(422, str(error)) from None
     if picture.shape not in SIZES:
         raise HTTPException(422, f"the picture has shape {tuple(picture.shape)}, the model takes {[*SIZES]}")
-    return picture
+    return (picture,)  # each input of the model
 
 
 def shape_for(height, width):

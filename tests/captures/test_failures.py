@@ -41,9 +41,7 @@ def test_a_model_of_torchs_modules_alone_is_blamed_in_torch() -> None:
     specs = {"input": cgplan.Input(shape=("num_tokens", 8), dtype="float32", pad=0)}
     with pytest.raises(ModelError, match=r"linear\.py:\d+: `return F.linear\(") as caught:
         cgplan.capture(model, specs, compilation={"cudagraph_capture_sizes": [4]}, device="cpu")
-    declared = (
-        "Check the declared inputs, input [num_tokens, 8], against the model's forward(input)."
-    )
+    declared = "Check the declared inputs, input [num_tokens, 8] padded with 0, against the model's forward(input)."
     assert caught.value.remedy == declared
 
 
@@ -51,7 +49,10 @@ def test_an_input_without_rows_is_told() -> None:
     specs = {"input": cgplan.Input(shape=(3, 64, 64), dtype="float32", pad=0)}
     with pytest.raises(ModelError, match="expected 4D input") as caught:
         cgplan.capture(nn.BatchNorm2d(3).eval(), specs, device="cpu")
-    assert "input [3, 64, 64] (no dimension is num_tokens), against" in caught.value.remedy
+    assert (
+        "input [3, 64, 64] padded with 0 (no dimension is num_tokens), against"
+        in caught.value.remedy
+    )
 
 
 def test_a_function_that_builds_the_model_is_told() -> None:

@@ -535,6 +535,43 @@ def test_a_server_of_pictures_batches_requests_and_answers_each_as_alone(
     assert all(runner.is_closed for runner in runners.values())
 
 
+class Sentences(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+        self.words = torch.nn.Embedding(50, 16)
+        self.encoder = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        found = self.encoder(self.words(ids), src_key_padding_mask=mask == 0)
+        kept = mask[:, :, None].to(found.dtype)
+        return (found * kept).sum(1) / kept.sum(1)
+
+
+def test_the_server_of_pictures_takes_sentences_by_the_lines_of_its_page(
+    pictures: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fastapi.testclient import TestClient
+
+    torch.manual_seed(0)
+    model = Sentences().eval()
+    [lines] = [block.text for block in blocks_of("serving") if "def sentence_of" in block.text]
+    vars(pictures).update(VOCAB=50, build=lambda: model)
+    exec(lines, vars(pictures))
+    asked = [torch.randint(50, (1 + number % 64,)) for number in range(0, 120, 7)]
+    with TestClient(pictures.app) as client, ThreadPoolExecutor(8) as threads:
+        sent = threads.map(lambda ids: client.post("/embed", json=ids.tolist()).json(), asked)
+        found = torch.tensor(list(sent))
+        [runner] = pictures.app.state.runners.values()
+        assert runner.stats.eager.total() == 0
+        for wrong in ([], [50], [1] * 65):
+            assert client.post("/embed", json=wrong).status_code == 422
+    model.to("cpu")
+    with torch.no_grad():
+        wanted = [model(ids[None], torch.ones_like(ids[None])) for ids in asked]
+    torch.testing.assert_close(found, torch.cat(wanted), rtol=1e-3, atol=1e-3)
+
+
 class Mixing(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.mean((2, 3))
@@ -587,7 +624,7 @@ def test_a_server_of_pictures_starts_only_if_its_graphs_are_right(
         return
     [runner] = pictures.capture().values()
     assert runner.stats.calls == 0, "no traffic for plans"
-    assert len(pictures.run(runner, [torch.rand(3, 32, 32)] * 5)) == 5
+    assert len(pictures.run(runner, [(torch.rand(3, 32, 32),)] * 5)) == 5
     runner.close()
 
 
