@@ -6,8 +6,9 @@ curl --no-buffer localhost:8000/generate --json '{"text": "Once", "max_tokens": 
 
 import asyncio
 import logging
+import math
 import queue
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
 import torch
@@ -20,31 +21,52 @@ import cgplan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VOCAB, WIDTH, SIZES = 256, 64, [1, 2, 4, 8, 16]
-SLOTS = max(SIZES)  # requests at once: no batch is too large. Padding writes to one more slot, which nobody reads
-INPUTS = {name: ("num_tokens", "int64", pad) for name, pad in (("token", 0), ("place", 0), ("slot", SLOTS))}
+SLOTS = max(SIZES)  # requests at once: no batch is too large
+INPUTS = {"token": ("num_tokens", "int64", 0), "place": ("num_tokens", "int64", -1)}  # row i is slot i; -1: it is free
+EOS = set()  # ids that end an answer, and are not sent
+TOP_K = 50  # the likeliest ids that sampling chooses among, as `generate` of transformers does unless it is told
+WEIGHTS = "weights.pt"  # of POST /reload
 
 
 class Decoder(nn.Module):
     def __init__(self):
         super().__init__()
         self.embed, self.cell, self.head = nn.Embedding(VOCAB, WIDTH), nn.GRUCell(WIDTH, WIDTH), nn.Linear(WIDTH, VOCAB)
-        self.register_buffer("states", torch.zeros(SLOTS + 1, WIDTH))  # by slots, as a KV cache would be
+        self.register_buffer("states", torch.zeros(SLOTS, WIDTH))  # by slots, as a KV cache would be
 
-    def forward(self, token, place, slot):
-        state = self.states[slot] = self.cell(self.embed(token), self.states[slot] * (place > 0)[:, None])
-        return self.head(state).argmax(-1)
+    def forward(self, token, place):
+        """The likeliest ids, and the scores of all. Padding and free slots leave the state as it is."""
+        kept = self.states[: len(token)]
+        state = self.cell(self.embed(token), kept * (place > 0)[:, None])
+        kept.copy_(torch.where((place >= 0)[:, None], state, kept))
+        scores = self.head(state)
+        return scores.argmax(-1), scores
+
+    def load(self, path):
+        self.load_state_dict(torch.load(path, map_location=DEVICE))  # in place
 
 
 class Prompt(BaseModel):
     text: str = Field(min_length=1, max_length=256)
     max_tokens: int = Field(16, ge=1, le=256)
+    temperature: float = Field(0, ge=0)  # 0: the likeliest token
+    seed: int = 0
 
 
 class Generation:
     def __init__(self, prompt):
         self.prompt, self.tokens, self.place, self.is_wanted = prompt, list(prompt.text.encode()), 0, True
         self.length = len(self.tokens) + prompt.max_tokens
+        self.random = torch.Generator().manual_seed(prompt.seed)  # its own: other requests change nothing
         self.loop, self.answers = asyncio.get_running_loop(), asyncio.Queue()
+
+    def choose(self, likeliest, scores):
+        if not self.prompt.temperature:
+            return likeliest
+        scores = scores.float().cpu() / self.prompt.temperature
+        least = scores.topk(min(TOP_K, len(scores))).values[-1]
+        chances = scores.masked_fill(scores < least, -math.inf).softmax(-1)
+        return torch.multinomial(chances, 1, generator=self.random).item()
 
     def send(self, answer):  # from the other thread
         self.loop.call_soon_threadsafe(self.answers.put_nowait, answer)
@@ -55,6 +77,8 @@ class Generation:
                 answer = await self.answers.get()
                 if isinstance(answer, Exception):
                     raise answer
+                if answer in EOS:
+                    return
                 yield f"data: {answer}\n\n"
         finally:
             self.is_wanted = False  # the client may have left
@@ -93,13 +117,16 @@ def serve(runner, waiting):
 
 def step(runner, running):
     """Run one token of each request, of its prompt or after it."""
-    batch = [(each.tokens[each.place], each.place, slot) for slot, each in running.items()]
-    chosen = runner(*torch.tensor(batch).unbind(1)).tolist()  # read before the next call overwrites it
-    for each, token in zip(running.values(), chosen, strict=True):
+    batch = [(0, -1)] * (max(running) + 1)
+    for slot, each in running.items():
+        batch[slot] = each.tokens[each.place], each.place
+    likeliest, scores = runner(*torch.tensor(batch).unbind(1))  # the next call overwrites them
+    likeliest = likeliest.tolist()
+    for slot, each in running.items():
         each.place += 1
         if each.place == len(each.tokens):
-            each.tokens.append(token)
-            each.send(token)
+            each.tokens.append(each.choose(likeliest[slot], scores[slot]))
+            each.send(each.tokens[-1])
 
 
 @asynccontextmanager
@@ -124,6 +151,20 @@ async def generate(prompt: Prompt):
     generation = Generation(prompt)
     app.state.waiting.put_nowait(generation)
     return StreamingResponse(generation.stream(), media_type="text/event-stream")
+
+
+@app.post("/reload")
+def reload():  # `def`: it waits in a thread of its own
+    done = Future()
+
+    def load():
+        try:
+            done.set_result(app.state.runner.model.load(WEIGHTS))
+        except Exception as error:
+            done.set_exception(error)
+
+    app.state.waiting.put(load)  # it runs once the answers of the old weights have ended
+    done.result()
 
 
 @app.get("/metrics", response_class=PlainTextResponse)

@@ -326,8 +326,8 @@ def alone_with(server: ModuleType, model: torch.nn.Module, text: str, count: int
     tokens = [*text.encode()]
     with torch.no_grad():
         for place in range(len(tokens) + count - 1):
-            at = (torch.tensor([number]) for number in (tokens[place], place, server.SLOTS))
-            chosen = model(*(tensor.to(server.DEVICE) for tensor in at)).item()
+            at = (torch.tensor([number]) for number in (tokens[place], place))
+            chosen = model(*(tensor.to(server.DEVICE) for tensor in at))[0].item()
             if place == len(tokens) - 1:
                 tokens.append(chosen)
     return tokens[-count:]
@@ -445,6 +445,80 @@ def test_a_web_server_outlives_a_failed_step(server: ModuleType) -> None:
             assert await tokens("a") == wanted
 
     asyncio.run(serve())
+
+
+def test_sampled_answers_do_not_depend_on_the_others_in_the_batch(server: ModuleType) -> None:
+    from fastapi.testclient import TestClient
+
+    with TestClient(server.app) as client, ThreadPoolExecutor(20) as threads:
+
+        def ask(seed: int) -> str:
+            prompt = {"text": "ab" * (1 + seed % 4), "max_tokens": 4 + seed % 5}
+            return client.post("/generate", json={**prompt, "temperature": 0.8, "seed": seed}).text
+
+        alone = [ask(seed) for seed in range(20)]
+        assert [*threads.map(ask, range(20))] == alone
+        assert len({*alone}) > 10
+        assert [ask(seed) for seed in range(3)] == alone[:3]
+        first = alone[0].partition("\n\n")[0].removeprefix("data: ")
+        server.EOS.add(int(first))
+        assert ask(0) == ""
+        assert client.post("/generate", json={"text": "a", "max_tokens": 1}).status_code == 200
+
+
+def test_a_model_of_transformers_takes_the_decoders_place_with_the_tokens_of_generate(
+    server: ModuleType, tmp_path: Path
+) -> None:
+    """Greedy and sampled, for prompts of several lengths that share batches."""
+    transformers = pytest.importorskip("transformers")
+    from fastapi.testclient import TestClient
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=300, num_hidden_layers=2, **sizes)
+    lm = transformers.LlamaForCausalLM(config).eval()
+    config.save_pretrained(tmp_path / "model")
+    [lines] = [block.text for block in blocks_of("serving") if "self.rows = rows" in block.text]
+    lines = lines.replace(
+        '"model/config.json"', f'"{tmp_path}/model/config.json", "dtype": "float32"'
+    )
+    exec(lines, vars(server))
+    server.rows.model.load_state_dict(lm.state_dict())
+
+    def ask(seed: int, temperature: float) -> list[int]:
+        prompt = {"text": "ab" * (1 + seed % 4), "max_tokens": 6, "seed": seed}
+        answer = client.post("/generate", json={**prompt, "temperature": temperature}).text
+        return [int(event.removeprefix("data: ")) for event in answer.split("\n\n")[:-1]]
+
+    def alone(seed: int, temperature: float) -> list[int]:
+        prompt = torch.tensor([[*("ab" * (1 + seed % 4)).encode()]])
+        torch.manual_seed(seed)
+        sampling = {"do_sample": True, "temperature": temperature} if temperature else {}
+        found = lm.generate(prompt, max_new_tokens=6, min_new_tokens=6, **sampling)
+        return found[0, prompt.shape[1] :].tolist()
+
+    asked = [(seed, (0, 0.7)[seed % 2]) for seed in range(16)]
+    with TestClient(server.app) as client, ThreadPoolExecutor(16) as threads:
+        found = [*threads.map(lambda each: ask(*each), asked)]
+    assert found == [alone(*each) for each in asked]
+
+
+def test_a_web_server_loads_weights_once_its_answers_have_ended(
+    server: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from fastapi.testclient import TestClient
+
+    monkeypatch.setattr(server, "WEIGHTS", tmp_path / "new.pt")
+    with TestClient(server.app, raise_server_exceptions=False) as client:
+        model = server.app.state.runner.model
+        assert client.post("/reload").status_code == 500, "there is no file"
+        weights = {name: -weight for name, weight in model.state_dict().items()}
+        torch.save(weights, tmp_path / "new.pt")
+        assert client.post("/reload").status_code == 200
+        text = client.post("/generate", json={"text": "a", "max_tokens": 9}).text
+        found = [int(event.removeprefix("data: ")) for event in text.split("\n\n")[:-1]]
+        assert found == alone_with(server, model, "a", 9)
+        torch.testing.assert_close(model.head.bias, weights["head.bias"])
 
 
 def test_a_job_of_a_web_server_runs_between_answers(
