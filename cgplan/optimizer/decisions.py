@@ -640,10 +640,16 @@ class Planner:
         if miss:
             shown = [miss.requests]
         eager = build_plan(_eager(config))
+        load = shown[0].source if len(self._requests) > 1 else ""
         plans = {"plan": plan, ASKED_FOR: build_plan(config), "eager": eager}
         for name, other in plans.items() if shown else ():
             service = self._service(config, other, shown[0])
-            yield ServicePoint(name=name, graphs=len(other.keys), service=service)
+            yield ServicePoint(
+                name=name,
+                graphs=len(other.keys),
+                service=service,
+                load=load,
+            )
 
     def _memory_notes(self, planned: PlannedGraphs) -> Iterator[str]:
         cost = planned.plan.predicted

@@ -90,11 +90,12 @@ class LadderPoint(ParetoPoint, extra="ignore"):
 
 
 class ServicePoint(Record):
-    """What requests of the first load get by some graphs."""
+    """What requests get by some graphs; ``load``: of several, which one."""
 
     name: str
     graphs: int
     service: Service
+    load: str = ""
 
 
 class LoadPoint(Record, extra="ignore"):

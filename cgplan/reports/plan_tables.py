@@ -403,10 +403,10 @@ def _answer(
             Microseconds("ladder", "ladder_us"),
             words=["each as this plan runs it"],
         )
-    extrapolated = []
+    words = [f"of {load}" for load in {point.load for point in evidence.service} if load]
     if any(point.service.unmeasured for point in evidence.service):
         shares = ", ".join(f"{point.service.unmeasured:.1%}" for point in evidence.service)
-        extrapolated.append(f"extrapolated, as larger than those measured: {shares} of the steps")
+        words.append(f"extrapolated, as larger than those measured: {shares} of the steps")
     yield figures(
         "What requests get",
         evidence.service,
@@ -418,7 +418,7 @@ def _answer(
         Microseconds("p99", "service.tpot_us.p99"),
         Microseconds("decode step p99", "service.decode_us.p99"),
         Column("tokens/s", "service.tokens_per_s", "{:.0f}".format),
-        words=extrapolated,
+        words=words,
     )
     yield Facts("Why", [*_reasons(plan, evidence, whole), *told])
 

@@ -366,6 +366,7 @@ def test_an_slo_is_held_by_each_load() -> None:
         assert result.exit_code == errors.RegretError.exit_code
         evidence = json.loads(result.stdout)["evidence"]
         shown.append(evidence["service"][0])
+        assert "40 times" in evidence["service"][0]["load"]
         assert "of 2 loads trace.csv" in "\n".join(evidence["decisions"])
     assert shown[0]["service"]["ttft_us"]["p99"] > 100_000
     assert shown[0] == shown[1]
