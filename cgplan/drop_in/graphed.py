@@ -334,7 +334,8 @@ class Graphed:
 
     def _notes_of(self, kind: Kind) -> list[str]:
         notes = list(kind.notes)
-        alike = [other.state for other in self._learner.kinds if other.notes == notes]
+        kinds = self._learner.kinds
+        alike = [other.state for other in kinds if other.stats and other.notes == notes]
         differs = [place for place in kind.state if any(place not in state for state in alike)]
         # values and lengths
         told = [

@@ -23,6 +23,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VOCAB, WIDTH, SIZES = 256, 64, [1, 2, 4, 8, 16]
 SLOTS = max(SIZES)  # requests at once: no batch is too large
 INPUTS = {"token": ("num_tokens", "int64", 0), "place": ("num_tokens", "int64", -1)}  # row i is slot i; -1: it is free
+LONGEST = 512  # ids of a prompt and its answer, as a model's cache may hold
 EOS = set()  # ids that end an answer, and are not sent
 TOP_K = 50  # the likeliest ids that sampling chooses among, as `generate` of transformers does unless it is told
 WEIGHTS = "weights.pt"  # of POST /reload
@@ -149,6 +150,8 @@ async def generate(prompt: Prompt):
     if app.state.waiting.full():
         raise HTTPException(503, "too many requests wait")
     generation = Generation(prompt)
+    if generation.length > LONGEST:
+        raise HTTPException(422, f"prompt and max_tokens are {generation.length} ids, the model takes {LONGEST}")
     app.state.waiting.put_nowait(generation)
     return StreamingResponse(generation.stream(), media_type="text/event-stream")
 

@@ -388,7 +388,8 @@ def test_a_web_server_batches_requests_and_answers_each_as_alone(server: ModuleT
         assert stats.eager.total() == 0
         assert max(key.num_tokens for _, key in stats.replays) > 1
         assert "cgplan_replays_total{" in client.get("/metrics").text
-        assert client.post("/generate", json={"text": ""}).status_code == 422
+        for wrong in ({"text": ""}, {"text": "ü" * 256, "max_tokens": 1}):
+            assert client.post("/generate", json=wrong).status_code == 422
     assert server.app.state.runner.is_closed
 
 
