@@ -295,6 +295,7 @@ def run_check(path: Path, loads: Loads, max_regret: float | None, shown: Shown) 
     budget = dict(plan.budget)
     if made and "slo" in made.binding:
         budget["max_graphs"] = plan.num_graphs
+        budget["memory"] = plan.predicted and plan.predicted.total_bytes
     config = plan.settings.with_values("budget", **budget)
     _check_loads(config, loads)
     _refuse_varlen(config)

@@ -547,7 +547,52 @@ class Planner:
             if its.holds:
                 least = min(least, fewest.plan.num_graphs)
             found.append((fewest, its))
-        return _fewest_first(found, planned.run.expected_us * (1 + SLOWER))
+        longest = planned.run.expected_us * (1 + SLOWER)
+        best, *others = _fewest_first(found, longest)
+        return [self._in_less_memory(*best, longest), *others]
+
+    def _in_less_memory(
+        self,
+        planned: PlannedGraphs,
+        miss: Miss,
+        longest: float,
+    ) -> Judged:
+        """As many graphs in less memory, if short and costs are known."""
+        found = [(planned, miss)]
+        config = planned.inputs.config
+        misses, holds = 0, _bytes_of(planned)
+        if not miss.holds or planned.run.expected_us > longest:
+            holds = 0
+        for index in range(HALVINGS if holds else 0):
+            self.progress(index, HALVINGS, f"{planned.plan.mode} in less memory")
+            memory = (misses + holds) // 2
+            graphs = planned.plan.num_graphs
+            if self._holds(config, longest, found, max_graphs=graphs, memory=memory):
+                holds = memory
+            else:
+                misses = memory
+        least, miss = _fewest_first(found, longest)[0]
+        if least is not planned:
+            least = replace(least, for_slo=True)
+            least = least.with_plan(budget=planned.plan.budget)
+        return least, miss
+
+    def _holds(
+        self,
+        config: Config,
+        longest: float,
+        found: list[Judged],
+        **limits: int,
+    ) -> bool:
+        """Whether a plan within limits, which joins ``found``, holds the SLO and is short."""
+        try:
+            made = self._planned(config.with_values("budget", **limits))
+        except BudgetError:
+            return False
+        miss = self._worst_miss(config, made.plan)
+        inputs = replace(made.inputs)  # without its curve
+        found.append((replace(made, inputs=inputs), miss))
+        return miss.holds and made.run.expected_us <= longest
 
     def _within_slo(
         self,
@@ -555,28 +600,15 @@ class Planner:
         planned: PlannedGraphs,
         enough: int,
     ) -> Judged:
-        """The fewest graphs that hold the SLO, in the least memory, if possible with steps little
-        longer; else the plan as it is, or one that comes notably nearer. Where the most miss it,
-        doublings are tried.
+        """The fewest graphs that hold the SLO, if possible with steps little longer; else the plan
+        as it is, or one that comes notably nearer. Where the most miss it, doublings are tried.
         """
         first = self._worst_miss(config, planned.plan)
         found = [(planned, first)]
         longest = planned.run.expected_us * (1 + SLOWER)
 
-        def holds_with(graphs: int, **limits: int) -> bool:
-            bounded = config.with_values("budget", max_graphs=graphs, **limits)
-            try:
-                made = self._planned(bounded)
-            except BudgetError:
-                return False
-            miss = self._worst_miss(config, made.plan)
-            inputs = replace(made.inputs)  # without its curve
-            found.append((replace(made, inputs=inputs), miss))
-            is_short = made.run.expected_us <= longest
-            return miss.holds and is_short
-
         most = config.budget.max_graphs or MOST_FOR_SLO
-        if first.holds or holds_with(most):
+        if first.holds or self._holds(config, longest, found, max_graphs=most):
             enough = MOST_FOR_SLO
         last, _ = found[-1]
         most = min(enough, last.plan.num_graphs)
@@ -585,20 +617,10 @@ class Planner:
             numbers = [1 << power for power in range((most - 1).bit_length())]
         for index, graphs in enumerate(numbers):
             self.progress(index, len(numbers), f"{planned.plan.mode} within the SLO")
-            if holds_with(graphs):
+            if self._holds(config, longest, found, max_graphs=graphs):
                 break
-        fewest, miss = _fewest_first(found, longest)[0]
-        graphs = fewest.plan.num_graphs
-        misses, holds = 0, _bytes_of(fewest)
-        for index in range(HALVINGS if miss.holds and holds else 0):
-            self.progress(index, HALVINGS, f"{planned.plan.mode} in less memory")
-            memory = (misses + holds) // 2
-            if holds_with(graphs, memory=memory):
-                holds = memory
-            else:
-                misses = memory
-        fewest, miss = _fewest_first(found, longest)[0]
         self._tried += found
+        fewest, miss = _fewest_first(found, longest)[0]
         if not miss.holds:
             other, nearest = min(found, key=lambda pair: pair[1].share)
             if 1 + nearest.share < (1 + first.share) * (1 - NOTABLE):

@@ -21,7 +21,7 @@ def ladder_words(name: str) -> str:
 
 
 def limit_words(limit: PlanLimit) -> str:
-    return "the SLO, which holds without more graphs" if limit == "slo" else f"budget.{limit}"
+    return "the SLO, which holds without more" if limit == "slo" else f"budget.{limit}"
 
 
 def of_costs(costs: GraphCosts | None) -> dict[str, Any]:

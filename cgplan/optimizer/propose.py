@@ -609,12 +609,12 @@ class PlannedGraphs:
             "memory": cost["bytes"],
             "capture_time": cost["seconds"],
         }
-        broken = []
+        broken = dict[PlanLimit, None]()
         for name, used in spent.items():
             most = limits.get(name, math.inf)
             if used is not None and used > most:
-                is_slo = self.for_slo and name not in self.plan.budget
-                broken.append("slo" if is_slo else name)
+                is_slo = self.for_slo and most < self.plan.budget.get(name, math.inf)
+                broken["slo" if is_slo else name] = None
         return tuple(broken)
 
     def _rule(self) -> str:

@@ -395,7 +395,7 @@ class TimeCurve(Record):
         return name
 
 
-class StepTimes(Record):
+class StepTimes(Record, extra="ignore"):
     """Microseconds of a step, by runtime mode; nondecreasing in the tokens that run.
 
     docs/planning.md, Step times, has the rules below, between and beyond points, and for modes and

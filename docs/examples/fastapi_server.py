@@ -51,7 +51,7 @@ class Prompt(BaseModel):
     text: str = Field(min_length=1, max_length=256)
     max_tokens: int = Field(16, ge=1, le=256)
     temperature: float = Field(0, ge=0)  # 0: the likeliest token
-    seed: int = 0
+    seed: int = Field(0, ge=0, lt=1 << 63)
 
 
 class Generation:
@@ -62,7 +62,7 @@ class Generation:
         self.loop, self.answers = asyncio.get_running_loop(), asyncio.Queue()
 
     def choose(self, likeliest, scores):
-        if not self.prompt.temperature:
+        if self.prompt.temperature < 0.01:  # scores divided by it may be infinite, which fails all requests
             return likeliest
         scores = scores.float().cpu() / self.prompt.temperature
         least = scores.topk(min(TOP_K, len(scores))).values[-1]

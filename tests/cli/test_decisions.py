@@ -259,7 +259,7 @@ def test_a_budget_that_pays_for_a_plan_leaves_it(
 def test_an_slo_binds_its_plan_and_checks_judge_by_it(home: Path) -> None:
     (home / "times.csv").write_text(TIMES.format(piecewise=5000))
     made = good(*GIVEN, "--slo", "tpot_p99=10ms", "--slo", "ttft_p99=1s", "--output", "slo.json")
-    assert "binding     the SLO, which holds without more graphs" in made.stdout
+    assert "binding     the SLO, which holds without more" in made.stdout
     assert made.stdout.count("SLO tpot_p99=10.0 ms, ttft_p99=1.00 s holds with") == 1
     assert "SLO" in made.stdout.partition("step times")[0]
     assert "budget.max_graphs" not in made.stdout
@@ -272,6 +272,10 @@ def test_an_slo_binds_its_plan_and_checks_judge_by_it(home: Path) -> None:
     assert re.match(r"holds its SLO; regret [\d.]+% in the plan's mode", same["verdict"])
     assert same["slo_missed"] is None
     assert same["regret"] < 0.001, "of plans with as many graphs"
+    saved = json.loads((home / "slo.json").read_text())
+    saved["evidence"]["step_times"]["warnings"] = []  # of earlier versions
+    (home / "earlier.json").write_text(json.dumps(saved))
+    good("plan", "check", "earlier.json", "--traffic", "trace.csv")
     result = cgplan_command(*check, "--speedup", "40")
     assert result.exit_code == errors.RegretError.exit_code
     assert re.search(
@@ -285,6 +289,25 @@ def test_an_slo_binds_its_plan_and_checks_judge_by_it(home: Path) -> None:
     steps = json.loads(good(*check[:-1], "steps.csv", "--json").stdout)
     said = "SLO not judged, as the traffic counts steps: give requests; regret "
     assert steps["verdict"].startswith(said)
+
+
+@pytest.mark.parametrize("limit", [(), ("--max-graphs", "20"), ("--memory", "5GiB")])
+def test_an_slo_that_leaves_of_a_budget_binds_in_its_place(limit: tuple[str, ...]) -> None:
+    """A larger budget changes nothing of the plan, which a check judges by what it has."""
+    priced = (*GIVEN, "--mode", "keep", "--costs", str(START), *limit)
+    shown = unwrapped(good(*priced, "--slo", "tpot_p99=10ms", "--output", "slo.json").stdout)
+    assert "the graphs asked for; a smaller --slo shortens it" in shown
+    assert shown.count("the SLO, which holds without more") == 1
+    assert "budget." not in shown.partition("binding")[2].partition("next graph")[0]
+    check = ("plan", "check", "slo.json", "--traffic", "trace.csv", "--max-regret", "0.1%")
+    assert "this plan" in good(*check).stdout
+
+
+def test_an_slo_is_tried_in_less_memory_for_the_mode_chosen_alone() -> None:
+    told = good(*GIVEN, "--costs", str(START), "--slo", "tpot_p99=10ms").stderr
+    modes = re.findall(r"/\d+: (\w+) in less memory$", told, re.MULTILINE)
+    assert modes == ["FULL"] * decisions_module.HALVINGS
+    assert len(set(re.findall(r": (\w+) within the SLO$", told, re.MULTILINE))) > 1
 
 
 def test_a_plan_that_leaves_higher_loads_out_says_how_long_their_steps_are() -> None:

@@ -448,6 +448,21 @@ def test_a_web_server_outlives_a_failed_step(server: ModuleType) -> None:
     asyncio.run(serve())
 
 
+def test_a_temperature_near_0_fails_no_request_and_a_seed_too_large_is_refused(
+    server: ModuleType,
+) -> None:
+    """Scores that were divided by it would be infinite."""
+    from fastapi.testclient import TestClient
+
+    with TestClient(server.app) as client:
+        asked = [{"text": "ab", "temperature": near} for near in (0, 1e-45)]
+        likeliest, near = (client.post("/generate", json=each).text for each in asked)
+        assert likeliest.count("data:") == 16
+        assert near == likeliest
+        refused = client.post("/generate", json={"text": "ab", "seed": 1 << 70})
+        assert refused.status_code == 422
+
+
 def test_sampled_answers_do_not_depend_on_the_others_in_the_batch(server: ModuleType) -> None:
     from fastapi.testclient import TestClient
 
