@@ -118,6 +118,13 @@ class RowDecoder(nn.Module):
                 remedy=f"load_model has caches for {' and '.join(_ATTENTION_TYPES)} alone; "
                 "graphed_generate(lm, ...) may serve this model (docs/graphed.md).",
             )
+        rope = str(getattr(text, "rope_parameters", None))
+        if "longrope" in rope or "dynamic" in rope:
+            raise ModelError(
+                f"{text.model_type} chooses its rotary factors by the longest row of a batch",
+                remedy="Rows of load_model have several lengths: cgplan.graphed_generate(lm, ...) "
+                "runs it, without graphs.",
+            )
         too_long = beyond_positions(model, max_cache_len)
         if too_long:
             logger.warning(too_long)

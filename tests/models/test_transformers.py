@@ -267,6 +267,15 @@ def test_seed_decides_the_weights_and_leaves_the_callers_random_state() -> None:
             {"config": {**QWEN3, "layer_types": ["linear_attention"] * 2}},
             "layers of kind linear_attention",
         ),
+        (
+            {
+                "config": {
+                    **QWEN3,
+                    "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+                }
+            },
+            "qwen3 chooses its rotary factors by the longest row of a batch",
+        ),
         ({"config": [1]}, "no mapping"),
         ({"config": QWEN3, "attn_implementation": "flash"}, "Choose sdpa or eager"),
         ({"config": QWEN3, "max_cache_len": 0}, "above 0"),
