@@ -720,7 +720,7 @@ def is_same(
         return bool(before.state == now.state)
     if kind is tuple:
         return len(before) == len(now) and all(map(is_same, before, now))
-    return kind in (*PLAIN, Address) and repr(before) == repr(now)
+    return (kind in PLAIN or kind is Address) and repr(before) == repr(now)
 
 
 def is_within(
