@@ -843,38 +843,6 @@ def test_a_warm_up_leaves_all_as_it_was(backend: GraphBackend) -> None:
     assert replays(g) == 3
 
 
-@pytest.mark.parametrize("way", ["warm_up", "example", "eager"])
-def test_weights_that_each_call_gives_other_memory_lose_nothing_to_a_warm_up(
-    backend: GraphBackend, way: str
-) -> None:
-    """As the momentum of a key encoder, by `.data`."""
-
-    class Momentum(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.query, self.key = nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            for mine, own in zip(self.key.parameters(), self.query.parameters(), strict=True):
-                mine.data = mine.data * 0.9 + own.data * 0.1
-            return self.query(x) @ self.key(x).mT
-
-    torch.manual_seed(0)
-    plain = Momentum().eval().to(backend.device)
-    model = copy.deepcopy(plain)
-    x = torch.randn(3, 4, device=backend.device)
-    with torch.no_grad():
-        given = {"example": (x,)} if way == "example" else {}
-        policy = {"compilation": {"capture_policy": "eager"}} if way == "eager" else {}
-        g = cgplan.graphed(model, dynamic={}, **given, **policy)  # type: ignore[arg-type]
-        if way == "warm_up":
-            g.warm_up(x)
-        for _ in range(3):
-            assert torch.equal(g(x), plain(x))
-        for mine, own in zip(model.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(mine, own)
-
-
 @pytest.mark.parametrize("kind", ["list", "dict", "set", "count"])
 def test_containers_lose_what_a_warm_up_without_graphs_put_in(
     backend: GraphBackend, kind: str

@@ -37,12 +37,9 @@ _KINDS_OF_MOVES = (
 )
 _SHOWN = 10
 ABSENT: Any = object()
+_ADDRESS: Any = object()  # address of a moved tensor
 _CONTENTS: Any = object()  # of a list, deque or set
 _ABSENT_ERRORS = (LookupError, AttributeError, ValueError)
-
-
-class Address(int):
-    """Of a tensor's memory."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -145,7 +142,7 @@ class Place:
         if now.layout is not torch.strided or later != before:
             return Change(self.path, before, later)
         if now.data_ptr() != self.address:
-            return Change(self.path, Address(self.address or 0), Address(now.data_ptr()))
+            return Change(self.path, _ADDRESS, _ADDRESS)
         if now.requires_grad != self.requires_grad:
             return Change(
                 f"{self.path}.requires_grad",
@@ -174,14 +171,9 @@ class Change:
     left: tuple[Any, Any, Any] | None = field(default=None, repr=False, compare=False)
 
     @property
-    def is_of_memory(self) -> bool:
-        """The same tensor object lies elsewhere."""
-        return type(self.was) is Address
-
-    @property
     def is_move(self) -> bool:
         """A tensor moved, or one like it is there."""
-        if self.is_of_memory:
+        if self.was is _ADDRESS:
             return True
         if not self.is_of_tensors:
             return False
@@ -243,7 +235,7 @@ class Change:
         return _has_shape(self.was) and _has_shape(self.now)
 
     def __str__(self) -> str:
-        if self.is_of_memory:
+        if self.was is _ADDRESS:
             return f"{self.path} (its memory)"
         if type(self.was) is Stateful:
             return f"{self.path} (its contents)"
@@ -720,7 +712,7 @@ def is_same(
         return bool(before.state == now.state)
     if kind is tuple:
         return len(before) == len(now) and all(map(is_same, before, now))
-    return (kind in PLAIN or kind is Address) and repr(before) == repr(now)
+    return kind in PLAIN and repr(before) == repr(now)
 
 
 def is_within(

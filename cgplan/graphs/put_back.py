@@ -109,10 +109,6 @@ class PutBack:
         self.volatile = set[str]()
         self.last: dict[str, Change] = {}
         self.held: dict[Key | None, list[torch.Tensor]] = {}
-        self._memory = dict[str, torch.Tensor]()  # what `.data =` may replace
-        for path, place in before.places.items():
-            if place.traits:
-                self._memory[path] = place.value.detach()
         self._bound = dict[str, _Bound]()
         self._of_engine = set[str]()  # paths
         self._writes_of_engine = WritesOfEngine(limit)
@@ -251,10 +247,7 @@ class PutBack:
                 written.after_first = written.now = written.storage.clone()
 
     def _now(self) -> Fingerprint:
-        return Fingerprint.of(
-            self.before.roots,
-            self.before.device,
-        )
+        return Fingerprint.of(self.before.roots, self.before.device)
 
     def rebound(
         self,
@@ -262,10 +255,7 @@ class PutBack:
         changed: Mapping[str, Change],
     ) -> list[str]:
         """Paths of read tensors that a run exchanged."""
-        bound = dict[str, bool]()  # whether in other memory
-        for path, change in changed.items():
-            if change.is_of_memory or change.where:
-                bound[path] = change.is_of_memory
+        bound = {path for path, change in changed.items() if change.where}
         within = [path for path in read if is_within(path, bound)]
         found = list[str]()
         if not within:
@@ -276,7 +266,7 @@ class PutBack:
             place = now.places.get(path)
             stays = id(read[path]) in held
             if place:
-                stays = place.value is read[path] and not bound.get(path)
+                stays = place.value is read[path]
             if not stays:
                 found.append(path)
         return found
@@ -452,11 +442,7 @@ class PutBack:
         filled = set[int]()  # on first use
         for written in self.storages.written.values():
             stays = not is_within(written.path, steady)
-            stays = stays and self._stays(
-                written.uses,
-                of_made,
-                undone,
-            )
+            stays = stays and self._stays(written.uses, of_made, undone)
             if stays:
                 written.give_back()
                 filled.add(storage_id(written.tensor))
@@ -467,9 +453,6 @@ class PutBack:
                 "new" if stays else written.outcome,
             )
         self._writes_of_engine.put_back(filled)
-        for path, change in self.last.items():
-            if change.is_of_memory and path in steady:
-                self.before.places[path].value.data = self._memory[path]
         self._undo(made)
 
     def _stays(

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -120,11 +121,14 @@ class RowDecoder(nn.Module):
             )
         rope = str(getattr(text, "rope_parameters", None))
         if "longrope" in rope or "dynamic" in rope:
-            raise ModelError(
-                f"{text.model_type} chooses its rotary factors by the longest row of a batch",
-                remedy="Rows of load_model have several lengths: cgplan.graphed_generate(lm, ...) "
-                "runs it, without graphs.",
-            )
+            found = re.findall(r"original_max_position_embeddings': (\d+)", rope)
+            length = min([text.max_position_embeddings, *map(int, found)])
+            if max_cache_len > length:
+                raise ModelError(
+                    f"{text.model_type} chooses its rotary factors by the longest row of a batch",
+                    remedy=f"Set max_cache_len to {length}, below which they are the same, or use "
+                    "cgplan.graphed_generate(lm, ...), which runs it without graphs.",
+                )
         too_long = beyond_positions(model, max_cache_len)
         if too_long:
             logger.warning(too_long)

@@ -49,6 +49,18 @@ KINDS: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"],
     },
     "gptj, eager only": {"model_type": "gptj", **GPT2, "rotary_dim": 4},
+    "phi3, longrope": {
+        "model_type": "phi3",
+        **SHAPE,
+        "pad_token_id": 0,
+        "original_max_position_embeddings": 16,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1.0] * 4,
+            "long_factor": [3.0] * 4,
+        },
+    },
     "opt, learned positions": {"model_type": "opt", **SHAPE, "ffn_dim": 48, "pad_token_id": 0},
     "mixtral": {"model_type": "mixtral", **SHAPE, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
@@ -272,6 +284,7 @@ def test_seed_decides_the_weights_and_leaves_the_callers_random_state() -> None:
                 "config": {
                     **QWEN3,
                     "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+                    "max_position_embeddings": 8,
                 }
             },
             "qwen3 chooses its rotary factors by the longest row of a batch",
