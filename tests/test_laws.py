@@ -37,7 +37,7 @@ WITHOUT_TORCH = FOLDERS[: FOLDERS.index("buffers")]
 EXAMPLES = PACKAGE / "examples"  # there in the wheel alone, from configs/; not held to these laws
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if EXAMPLES not in path.parents)
 TINY: set[str] = set()
-BUDGET = {"tokens": 251_827, "words": 49_166, "files": 113, "files in a folder": 13}
+BUDGET = {"tokens": 251_826, "words": 49_166, "files": 113, "files in a folder": 13}
 DENSITY = 7.5  # tokens of a line of code, in each file
 LAYOUT = (
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER,

@@ -558,16 +558,21 @@ class Planner:
         longest: float,
     ) -> Judged:
         """As many graphs in less memory, if short and costs are known."""
+        misses, holds = 0, _bytes_of(planned)
+        if not (miss.holds and holds and planned.run.expected_us <= longest):
+            return planned, miss
         found = [(planned, miss)]
         config = planned.inputs.config
-        misses, holds = 0, _bytes_of(planned)
-        if not miss.holds or planned.run.expected_us > longest:
-            holds = 0
-        for index in range(HALVINGS if holds else 0):
+        for index in range(HALVINGS):
             self.progress(index, HALVINGS, f"{planned.plan.mode} in less memory")
             memory = (misses + holds) // 2
-            graphs = planned.plan.num_graphs
-            if self._holds(config, longest, found, max_graphs=graphs, memory=memory):
+            if self._holds(
+                config,
+                longest,
+                found,
+                max_graphs=planned.plan.num_graphs,
+                memory=memory,
+            ):
                 holds = memory
             else:
                 misses = memory
